@@ -1,7 +1,7 @@
-"""Branch-parallel speculative decoding: a draft prepares for the verdicts that the target is about to return.
+"""Branch-parallel speculative decoding: while the target verifies draft tokens, the draft model drafts what may follow.
 
 Everything in `__all__` is public and stable: it changes only with a notice in the changelog. Names are loaded on first
-use, so `import specbranch` is fast and needs no extra.
+use, so `import specbranch` is fast and needs no optional dependency.
 """
 
 from __future__ import annotations

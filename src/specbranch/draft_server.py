@@ -1,9 +1,9 @@
-"""A draft service for an engine of your own: started, kept alive and stopped from Python.
+"""Start, restart and stop a draft service from Python, for a target that you load yourself in vLLM or Transformers.
 
     with DraftServer("Qwen/Qwen2.5-Coder-0.5B-Instruct", device="cuda:1") as draft:
         llm = LLM("Qwen/Qwen2.5-Coder-7B-Instruct", **draft.vllm_args(planner="budget"))
 
-The engine itself stays as it is; it only receives arguments.
+The target needs no other change than these arguments.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class DraftKeywords(TypedDict, total=False):
 
 
 class DraftAddress:
-    """The address of a draft service, or of several; `keys` is the directory of their CURVE keys, which TCP needs."""
+    """The address of one or more draft services; `keys` is the directory of the client's CURVE keys, needed for TCP."""
 
     def __init__(self, address: str | Sequence[str], keys: str | None = None) -> None:
         self.address = address if isinstance(address, str) else list(address)
@@ -60,10 +60,11 @@ class DraftAddress:
     ) -> dict[str, Any]:
         """Return arguments for `vllm.LLM(model, **args)`: `speculative_config` and `additional_config`.
 
-        `planner` decides what to draft, and `settings` are the planner's own. vLLM verifies at most `max_draft_tokens`
-        per sequence and step (None: the planner's default), and a step waits at most `deadline_ms` for them. Targets
-        in the same `namespace` share drafts for equal prompts. `is_gated`: do not draft at loads where drafts were
-        measured not to pay.
+        `planner` decides what to draft, and `settings` are the planner's own. `predictor` estimates how many draft
+        tokens will be accepted: the name of a built-in predictor, or the directory of a trained one. vLLM verifies at
+        most `max_draft_tokens` per sequence and step (None: the planner's default), and a step waits at most
+        `deadline_ms` for a draft. Targets in the same `namespace` share drafts for equal prompts. `is_gated`: do not
+        draft at loads where drafts were measured not to pay.
         """
         chosen = ProposerSettings(
             address=self.address,
@@ -80,7 +81,7 @@ class DraftAddress:
         return proposer_arguments(chosen, num_tokens)
 
     def transformers_args(self, **how: Unpack[DraftKeywords]) -> dict[str, Any]:
-        """Return arguments for `model.generate(**inputs, **args)` of Transformers; use the same ones for all sequences.
+        """Return arguments for `model.generate(**inputs, **args)` of Transformers; pass one result to all calls.
 
         Give a streamer as `text_streamer`, because `generate` passes its own `streamer` to its own loops only.
         """
@@ -89,7 +90,7 @@ class DraftAddress:
         return {"custom_generate": DraftedDecoding(*self._settings(how))}
 
     def _settings(self, how: DraftKeywords) -> tuple[DraftSettings, int]:
-        """Return the settings for these keyword arguments, checked, and the most draft tokens to verify at once."""
+        """Check these keyword arguments; return them as settings, and the maximum of draft tokens to verify at once."""
         given: dict[str, Any] = dict(how)
         num_tokens = given.pop("max_draft_tokens", None) or draft_length_limit(how.get("planner", DEFAULT_PLANNER))
         settings = DraftSettings(address=self.address, keys=self.keys, **given)
@@ -102,7 +103,8 @@ class DraftServer(DraftAddress):
 
     `model` is a path, a GGUF file, a name below $SPECBRANCH_MODELS or a name on the Hugging Face hub. Without `engine`
     the model's format decides. On a CPU, `cores` keeps the draft off the target's cores. A service that dies is
-    restarted, and meanwhile the target goes on without drafts. `timeline` and `record` are files to write.
+    restarted, and meanwhile the target goes on without drafts. `timeline` and `record` are files that the service
+    writes: what target and draft did and when, and a trace of verdicts and draft distributions.
     """
 
     def __init__(
@@ -133,11 +135,14 @@ class DraftServer(DraftAddress):
 
     @staticmethod
     def at(address: str | Sequence[str], keys: str | Path | None = None) -> DraftAddress:
-        """Return the address of a draft service that runs already, such as on another machine, or of several."""
+        """Return the address of one or more draft services that run already, e.g. on other machines.
+
+        `keys` is the directory of the client's CURVE keys, needed for TCP.
+        """
         return DraftAddress(address, None if keys is None else str(keys))
 
     def start(self) -> None:
-        """Start the service and wait until it answers; a server can be started only once."""
+        """Start the service and wait until it answers; raise `StartError` if it does not, or was started before."""
         if self._is_started:
             raise StartError("this DraftServer was started before; make a new one")
         self._is_started = True
@@ -158,7 +163,7 @@ class DraftServer(DraftAddress):
 
 
 def _check(settings: DraftSettings, max_draft_tokens: int) -> None:
-    """Raise the error that the client in the engine would raise for these settings, but only much later."""
+    """Raise an error if the settings are wrong; the client inside the target would raise it only much later."""
     options = settings.client_options(max_draft_tokens)
     for address in normalize_addresses(options.address):
         check_address(address, options.keys)

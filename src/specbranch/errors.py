@@ -1,18 +1,21 @@
-"""The errors that this package raises on purpose, and a short form for the messages of other errors."""
+"""The exception classes that several modules share, and a short form for the messages of other exceptions."""
 
 from __future__ import annotations
 
 
 class SpecBranchError(Exception):
-    """An error that the caller can act on; the message says how."""
+    """The base class of this package's exceptions, which the caller can act on; the message says how."""
 
 
 class EngineError(SpecBranchError, RuntimeError):
-    """An engine cannot do what the caller asks for. Users read the message, which says why, and what to do."""
+    """An engine cannot do what the caller asks for. The message is shown to users; it says why, and what to do."""
 
 
 class EngineFull(EngineError):
-    """The engine has no room for another handle or more tokens. It changed nothing; close a handle and try again."""
+    """The engine has no room for another handle (a sequence in its KV cache) or for more tokens.
+
+    The failed call has changed nothing; close a handle and try again.
+    """
 
 
 class UsageError(SpecBranchError, ValueError):
@@ -26,6 +29,6 @@ class FlagError(SpecBranchError, ValueError):
 def first_line(error: Exception) -> str:
     """Return the first line of an error's message, or the error's type if the message is empty.
 
-    Messages of Transformers can fill a page.
+    Error messages of the library Transformers can fill a page.
     """
     return next(iter(str(error).splitlines()), type(error).__name__)

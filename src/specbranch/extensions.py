@@ -32,7 +32,10 @@ _MORE = {"torch": f" (without GPUs add --extra-index-url {TORCH_CPU_INDEX})"}
 
 @cache
 def load_planners() -> None:
-    """Register the planners of all installed packages, once. Skip one that cannot be loaded, with a warning."""
+    """Register the planners that installed packages provide; further calls do nothing.
+
+    A planner that cannot be loaded is skipped, and a warning is logged.
+    """
     for package, point in has_entry_point(PLANNERS_GROUP):
         try:
             register_planner(point.name)(point.load())
@@ -41,9 +44,9 @@ def load_planners() -> None:
 
 
 def has_entry_point(group: str) -> Iterator[tuple[str, EntryPoint]]:
-    """Yield each entry point of a group with the name of its package; of two copies of a package only the first's.
+    """Yield (package name, entry point) for each entry point of `group` in the installed packages.
 
-    A package whose entry points cannot be read is skipped, with a warning.
+    Of two copies of a package only the first is read. If its entry points cannot be read, log a warning and skip it.
     """
     seen: set[str] = set()
     # One package at a time: `entry_points()` fails as a whole if one of them has a damaged file.
@@ -71,7 +74,7 @@ def optional_import(name: str) -> Iterator[None]:
 
 
 def check_extra(name: str, modules: tuple[str, ...]) -> None:
-    """Raise the error of `optional_import` if one of the modules of the extra `name` is not installed; import none."""
+    """Raise `EngineError`, which says to install the extra `name`, if one of `modules` is missing; import no module."""
     for module in modules:
         if importlib.util.find_spec(module) is None:
             raise _missing(name, f"No module named {module!r}")

@@ -37,9 +37,9 @@ def set_up_logs(style: LogFormat, level: str) -> None:
 
 
 class RateLimitedWarning:
-    """Logs warnings, at most one per second, so that peers cannot flood the log.
+    """A function that logs a warning, but at most one per second, so that peers cannot flood the log.
 
-    Each warning says how many were skipped since the one before.
+    Each warning says how many were skipped since the warning before it.
     """
 
     def __init__(self, log: logging.Logger, clock: Callable[[], float] = time.monotonic) -> None:

@@ -1,4 +1,7 @@
-"""Query the machine: memory, NUMA nodes, GPUs, CPU features, and the provenance of a result."""
+"""Query the machine: memory, NUMA nodes, GPUs, CPU features, and the provenance of a result.
+
+A parameter `root` is the directory below which /proc and /sys are read; tests pass another directory.
+"""
 
 from __future__ import annotations
 
@@ -29,13 +32,13 @@ def host_memory(root: Path = Path("/")) -> int | None:
 
 
 def free_host_memory(root: Path = Path("/")) -> int | None:
-    """Return the bytes that are free in the system and within a container's limit; None if both are unknown."""
+    """Return the bytes of memory that are free, within a container's limit if there is one; None if unknown."""
     known = [free for free in (_meminfo(root, "MemAvailable"), _left_in_container(root)) if free is not None]
     return min(known) if known else None
 
 
 def process_memory(root: Path = Path("/")) -> int | None:
-    """Return the bytes of memory that this process uses; None if the system does not report it."""
+    """Return the bytes of main memory that this process occupies; None if the system does not report it."""
     try:
         pages = (root / "proc/self/statm").read_text().split()[1]
     except OSError:
@@ -53,9 +56,9 @@ def _meminfo(root: Path, name: str) -> int | None:
 
 
 def _left_in_container(root: Path) -> int | None:
-    """Return the bytes that a container's limit (cgroup v2) leaves, counting the page cache as free.
+    """Return the bytes of memory that a container's limit (cgroup v2) leaves, counting the page cache as free.
 
-    Returns None if there is no limit.
+    Returns None if there is no limit, or if it cannot be read.
     """
     group = root / "sys/fs/cgroup"
     try:
@@ -126,9 +129,9 @@ def instruction_sets(cpuinfo: str) -> list[str]:
 
 
 def onednn_limits(named: Sequence[str]) -> list[str]:
-    """Return the values of ONEDNN_MAX_CPU_ISA that have an effect on a CPU with these instruction sets, after ALL.
+    """Return ALL, and the other values of ONEDNN_MAX_CPU_ISA that have an effect on a CPU with these instruction sets.
 
-    Each makes the CPU act like one with fewer instruction sets; ALL sets no limit.
+    ALL sets no limit. With another value, oneDNN treats the CPU like one with fewer instruction sets.
     """
     return ["ALL", *(limit for limit, needed in _LIMITS.items() if needed in named)]
 
@@ -149,7 +152,7 @@ class Topology:
 
 
 def read_topology(system: Path = Path("/sys")) -> Topology:
-    """Read this machine's topology; return an empty one if the system does not report it."""
+    """Return this machine's topology, read from `system`; it is empty if the system does not report it."""
     cores = {}
     for file in system.glob("devices/system/node/node*/cpulist"):
         numbers = parse_cores(_read(file))

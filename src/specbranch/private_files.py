@@ -1,7 +1,7 @@
 """Create and check files and directories that other users must not change.
 
-The default directory must belong to this user alone. One that the user names may be readable by others, but writable
-only by its owner and group.
+Only this user may access the default directory. A directory that the user names may be readable by others, but only its
+owner and group may write to it, unless it is a shared one such as /tmp, where nobody can replace another user's files.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from specbranch.errors import SpecBranchError
 
 
 class DirectoryError(SpecBranchError, RuntimeError):
-    """Other users could misuse a directory; the message says why and what helps."""
+    """A directory cannot be created, or other users could misuse it; the message says why and what helps."""
 
 
 def runtime_directory() -> Path:
@@ -24,7 +24,10 @@ def runtime_directory() -> Path:
 
 
 def ensure_runtime_directory() -> Path:
-    """Create the default directory if needed and return it; raise `DirectoryError` if others can access it."""
+    """Create the default directory if needed and return it.
+
+    Raises `DirectoryError` if it cannot be created, or if other users can access it.
+    """
     directory = runtime_directory()
     advice = "or set XDG_RUNTIME_DIR to a directory of your own, or choose an address"
     try:
@@ -46,7 +49,7 @@ def is_private(directory: Path) -> bool:
 
 
 def can_hold_sockets(path: Path) -> bool:
-    """Return whether the directory of the socket `path` exists.
+    """Return whether the directory of the socket `path` exists; create it first if it is the default directory.
 
     Raises `DirectoryError` if another user could have made the socket. In a shared directory such as /tmp nobody can
     replace another user's file, so there the owner of the socket is checked.
@@ -92,5 +95,5 @@ def _require_trusted(path: Path, found: os.stat_result) -> None:
 
 
 def open_private(path: Path, mode: Literal["ab", "xb"]) -> BinaryIO:
-    """Open a file for writing; a new one can be read by this user only, an existing one keeps its permissions."""
+    """Open a file for writing; only this user can read a new file, and an existing file keeps its permissions."""
     return open(path, mode, opener=lambda name, flags: os.open(name, flags, 0o600))

@@ -1,9 +1,10 @@
-"""Read and write traces: a target's answers, the draft's distribution before each token, and the submissions.
+"""Read and write traces: a target's answers, the draft's distribution before each token, and the verdicts.
 
 A trace is JSON lines, gzipped if the name ends in `.gz`: a header, then records. A record holds tokens and, for each,
 the top-k of the draft distribution [ids, probabilities] (null if the draft had none in time) and its entropy in nats. A
-record without a session is a whole answer; the records of one session, each a verdict, are in order of time and make up
-one answer. So a file that a service is still writing is valid after every line.
+record without a session is a whole answer. A record with a session is a verdict, the result of one verification step;
+the verdicts of a session are in order of time and make up one answer. So a trace that a service is still writing can be
+read after every line.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ _TopK = tuple[list[int], list[float]]
 
 
 class TraceError(SpecBranchError, ValueError):
-    """A file is not a trace that this version can read."""
+    """A file is not a trace that this version can read, or the trace lacks what the caller needs."""
 
 
 class Header(msgspec.Struct, frozen=True):
@@ -44,13 +45,16 @@ class Header(msgspec.Struct, frozen=True):
 
 
 class Record(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A line after the header: a whole answer, or one verdict of a session with its time in seconds."""
+    """A line after the header: a whole answer, or one verdict of a session with its time in seconds.
+
+    `tokens` are those of the answer, or those that the verdict committed; `submitted` and `is_hit` are as in `Moment`.
+    """
 
     tokens: list[int]
     heads: list[_TopK | None]  # the draft's top-k before each token
     entropy: list[float]  # of the draft's distribution before each token, in nats
     prompt: list[int] = []
-    foreseen: list[int] = []  # H-RAD's signal after each token
+    foreseen: list[int] = []  # H-RAD's prediction after each token, a `Signal`
     session: int | None = None
     at_s: float = 0.0
     submitted: int = 0
@@ -59,9 +63,10 @@ class Record(msgspec.Struct, frozen=True, omit_defaults=True):
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """One recorded verdict: its time in seconds, the number of tokens that it committed, and whether it was a hit.
+    """One recorded verdict: its time in seconds, and the number of tokens that it committed.
 
-    `submitted` is the number of draft tokens that it judged.
+    `submitted` is the number of draft tokens that the target verified. `is_hit`: the draft had already computed what
+    follows the committed tokens.
     """
 
     at_s: float
@@ -72,10 +77,10 @@ class Moment:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """One answer of the target; `distributions[i]` is the draft's before `tokens[i]`, or `NO_DISTRIBUTION`.
+    """One answer of the target; `distributions[i]` is what the draft predicted for `tokens[i]`, or `NO_DISTRIBUTION`.
 
-    `foreseen[i]` is H-RAD's signal for the window after that token, if H-RAD was in use. `moments` are the verdicts of
-    an answer that a service recorded.
+    `foreseen[i]` is H-RAD's prediction, a `Signal`, of whether no, some or all draft tokens of the window after
+    `tokens[i]` are accepted; empty without H-RAD. `moments`: each verdict, if a service recorded the answer.
     """
 
     tokens: tuple[int, ...]
@@ -87,7 +92,7 @@ class Answer:
     def runs(self) -> list[int]:
         """Return for each position how many tokens in a row, from there on, are the draft's most likely ones.
 
-        The list has one more entry than the answer has tokens: the last, for the end, is 0.
+        The list has one more entry than the answer has tokens: the last entry, for the end, is 0.
         """
         runs = [0]
         for token, distribution in zip(reversed(self.tokens), reversed(self.distributions), strict=True):
@@ -104,11 +109,11 @@ class Trace:
 
     @classmethod
     def read(cls, path: str | Path) -> Trace:
-        """Read a trace file, or raise `TraceError` with the line that is wrong."""
+        """Return the trace in a file; raise `TraceError` with the cause, such as a wrong line, if it is not a trace."""
         return read_trace(Path(path))
 
     def write(self, path: str | Path) -> None:
-        """Write one line per answer, without moments; the same trace always gives the same bytes."""
+        """Write the trace, one line per answer, without `moments`; the same trace always gives the same bytes."""
         write_trace(Path(path), self)
 
     @property
@@ -122,9 +127,10 @@ class Trace:
         return all(answer.prompt for answer in self.answers)
 
     def match_share(self, rank: int = 1) -> float:
-        """Return the share of tokens that are among the `rank` most likely ones of the draft's distributions.
+        """Return the share of tokens that are among the `rank` most likely tokens of the draft's distributions.
 
-        Tokens without a distribution do not count. With rank 1 this is the share on which a greedy draft agrees.
+        Tokens without a distribution do not count; the share is 0 if no token has one. With rank 1 it is how often a
+        greedy draft agrees with the target.
         """
         found = [
             token in distribution.ids[:rank]
@@ -136,7 +142,7 @@ class Trace:
 
 
 def read_trace(path: Path) -> Trace:
-    """Read a trace file, or raise `TraceError` with the line that is wrong."""
+    """Return the trace in a file; raise `TraceError` with the cause, such as a wrong line, if it is not a trace."""
     try:
         data = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
     except (OSError, EOFError, zlib.error) as error:
@@ -158,7 +164,7 @@ def read_trace(path: Path) -> Trace:
 
 
 def write_trace(path: Path, trace: Trace) -> None:
-    """Write a trace, one line per answer, without moments; the same trace always gives the same bytes."""
+    """Write a trace, one line per answer, without `moments`; the same trace always gives the same bytes."""
     records = [
         Record(
             list(a.tokens),
@@ -174,12 +180,15 @@ def write_trace(path: Path, trace: Trace) -> None:
 
 
 def encode_line(line: Header | Record) -> bytes:
-    """Return one line of a trace file, as JSON with a line end."""
+    """Return a header or record as one line of a trace file: JSON and a line end."""
     return msgspec.json.encode(line) + b"\n"
 
 
 def top_k_of(distribution: Distribution, longest: int | None = None) -> _TopK | None:
-    """Return a distribution's top-k in the form of a record, at most `longest` tokens; None if it has no tokens."""
+    """Return a distribution's top-k for a `Record`: the token ids and their probabilities; None if it has no tokens.
+
+    `longest` is the maximum of tokens to return (None: all).
+    """
     if not distribution.ids:
         return None
     return list(distribution.ids[:longest]), [float(prob) for prob in distribution.probs[:longest]]

@@ -1,1 +1,1 @@
-"""Scenarios, simulation, reports: everything that measures or foresees speed."""
+"""Measure and forecast speed: benchmark scenarios, load tests, step times, timelines, and reports on them."""

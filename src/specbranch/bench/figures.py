@@ -207,7 +207,10 @@ def method_colors(methods: Sequence[BenchMethod]) -> dict[str, str]:
 
 
 def _ends(ratios: Sequence[Ratio]) -> Any:
-    """Return the low and the high ends of the ratios' ranges as two rows; without a range, NaN, which is not drawn."""
+    """Return the low and the high ends of the ratios' ranges as an array [2, n].
+
+    The ends of a ratio without a range are NaN, which is not drawn.
+    """
     return np.array([[ratio.low for ratio in ratios], [ratio.high for ratio in ratios]], dtype=float)
 
 
@@ -244,7 +247,7 @@ def choose_stretches(timeline: Timeline, num_rounds: int) -> list[tuple[float, f
 
 
 def _typical_s(lane: TimelineTarget) -> float:
-    """Return the mean time of a target's round in seconds, including the wait for its draft."""
+    """Return the mean time of a target's rounds in seconds, including the waits for drafts."""
     rounds = lane.rounds
     time_s = sum(span.end_s - span.start_s for span in rounds + lane.waits)
     return time_s / len(rounds) if rounds else time_s

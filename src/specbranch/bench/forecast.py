@@ -1,4 +1,4 @@
-"""A forecast from a survey: simulate every planner with the measured costs and the recorded distributions."""
+"""Forecast speeds from a survey: simulate every planner with the measured costs and the recorded distributions."""
 
 from __future__ import annotations
 
@@ -34,19 +34,20 @@ class MeasuredCosts:
     def overhead(self, batch: int) -> float:
         """Return the step time with our proposer but without drafts, divided by bare vLLM's.
 
-        It is that of the nearest measured batch size, or 1 if none was measured.
+        The ratio is that of the nearest measured batch size, or 1 if no batch size was measured.
         """
         return self.overheads[min(self.overheads, key=lambda size: abs(size - batch))] if self.overheads else 1.0
 
     @property
     def c(self) -> float:
-        """The target's step time divided by the draft's."""
+        """The target's step time with one token divided by the draft's with one row."""
         return self.target.base_s / self.draft.base_s
 
     def layout(self, batch: int, sharing: float = 1.0) -> Layout:
         """Return the simulator's two devices with these costs, in units of a draft step of one row.
 
-        `sharing` is how many such targets one draft device serves; below 1, one target has several draft devices.
+        `batch` is the number of requests at once, and `sharing` how many such targets one draft device serves; below 1,
+        one target has several draft devices.
         """
         unit_s = self.draft.base_s
         is_alone = batch == 1  # several sequences pay the entry cost with and without drafts
@@ -69,7 +70,7 @@ class Forecast:
     speed: float
 
     def as_json(self) -> dict[str, Any]:
-        """Return the forecast as a plain document."""
+        """Return the forecast as a JSON dict."""
         settings = dict(self.method.settings)
         return {
             "concurrency": self.concurrency,
@@ -94,7 +95,7 @@ class Advice:
         return sorted({forecast.concurrency for forecast in self.forecasts})
 
     def best_at(self, concurrency: int) -> Forecast:
-        """Return the forecast of the fastest planner at a concurrency; that of `none` if drafts do not pay."""
+        """Return the forecast of the fastest planner at a concurrency: the planner `none` if drafts do not pay."""
         return max((one for one in self.forecasts if one.concurrency == concurrency), key=lambda one: one.speed)
 
     def stops_at(self, min_gain: float) -> int | None:
@@ -108,7 +109,7 @@ class Advice:
         return None
 
     def as_json(self) -> dict[str, Any]:
-        """Return all figures as a plain document."""
+        """Return all figures as a JSON dict."""
         terms = self.terms
         return {
             "c": terms.c,
@@ -150,7 +151,7 @@ class TypeForecast:
         return self.bare_per_s * self.best.speed
 
     def as_json(self) -> dict[str, Any]:
-        """Return the speeds and the survey as a plain document."""
+        """Return the speeds and the survey as a JSON dict."""
         return {
             "dtype": self.dtype,
             "bare_tokens_per_s": self.bare_per_s,
@@ -191,7 +192,8 @@ def forecast_speeds(
 ) -> Forecast:
     """Simulate one method with its own settings on a trace, and return the forecast of its speed.
 
-    `batch` is the number of requests at once, and `sharing` how many such targets one draft device serves.
+    `terms` are the measured costs, `batch` is the number of requests at once, and `sharing` how many such targets one
+    draft device serves.
     """
     if method.planner == _NONE:
         return Forecast(batch, method, 1.0)
@@ -200,9 +202,10 @@ def forecast_speeds(
 
 
 def advise(survey: Survey, planners: Sequence[str], concurrencies: Sequence[int]) -> Advice:
-    """Forecast every planner with its best draft length at every concurrency, and return all forecasts.
+    """Forecast the speed of every planner, with its best draft length, at every concurrency; return all forecasts.
 
-    For the best planner, also forecast the effect of a second draft device and of a shared one.
+    For the planner that is fastest at the lowest concurrency, also forecast the speed with two draft devices, and with
+    one draft device for two targets.
     """
     terms = measured_costs(survey)
     forecasts = [

@@ -1,7 +1,7 @@
-"""Servers under load: `specbranch serve`, bare or with a draft, and requests that arrive at random times.
+"""Measure servers under load: `specbranch serve`, bare or with a draft, answers requests that arrive at random times.
 
-vLLM's own `vllm bench serve` makes the load and measures the usual metrics: time to first token, time between tokens,
-throughput. One server runs at a time; the order of the methods is shuffled anew for every repeat.
+vLLM's own `vllm bench serve` sends the requests and measures the usual metrics: time to first token, time between
+tokens, throughput. One server runs at a time; the order of the methods is shuffled anew for every repeat.
 """
 
 from __future__ import annotations
@@ -48,7 +48,10 @@ class LoadTrial:
 
 
 def plan_load(scenario: Scenario, served: Served) -> list[LoadTrial]:
-    """Return all measurements in the order to run them: in each repeat, one method after the other in random order."""
+    """Return all measurements in the order to run them: in each repeat, each method in turn, at each of the rates.
+
+    Methods and rates are in random order.
+    """
     order = random.Random(scenario.seed)
     trials: list[LoadTrial] = []
     for repeat in range(scenario.repeats):
@@ -146,7 +149,10 @@ def server(words: Sequence[str], log_file: Path) -> Iterator[str]:
 def _load(
     scenario: Scenario, url: str, prompts: Path, rate: float, num_requests: int, directory: Path
 ) -> dict[str, Any]:
-    """Send `num_requests` requests, `rate` per second, to the server at `url`; return `vllm bench serve`'s results."""
+    """Send `num_requests` requests, `rate` per second, to the server at `url`; return `vllm bench serve`'s results.
+
+    `prompts` is the file of the prompts; `vllm bench serve` writes its results to a file in `directory`.
+    """
     out = directory / "load.json"
     out.unlink(missing_ok=True)
     words = ["bench", "serve", "--backend", "openai-chat", "--endpoint", "/v1/chat/completions", "--base-url", url]
@@ -167,7 +173,10 @@ def _load(
 
 
 def _stats(measured: dict[str, Any]) -> Record:
-    """Return the record of a load: counts, throughput, and percentiles of each time."""
+    """Return the record of a measurement under load: counts, throughput, and the percentiles and mean of each time.
+
+    `measured` are the results of `vllm bench serve`.
+    """
     times = {
         name: {f"p{percentile}": measured[f"p{percentile}_{name}_ms"] for percentile in _PERCENTILES}
         | {"mean": measured[f"mean_{name}_ms"]}
@@ -183,9 +192,9 @@ def _stats(measured: dict[str, Any]) -> Record:
 
 
 def _write_prompts(scenario: Scenario, served: Served, data: Path, directory: Path) -> Path:
-    """Write a file of prompts for `vllm bench serve`, at least as many as a load needs, and return its path.
+    """Write a file of prompts for `vllm bench serve` to `directory`, and return its path.
 
-    The prompts alternate between the tasks.
+    It has at least as many prompts as there are requests at each rate, and they alternate between the tasks.
     """
     tasks = [messages for _, messages in read_prompt_sets(scenario, data)]
     mixed = [messages[index % len(messages)] for index in range(served.requests) for messages in tasks]

@@ -1,4 +1,4 @@
-"""The cost of a draft engine's step: step time against rows, a fitted line, and the bound of memory bandwidth.
+"""Measure what a draft engine's step costs: its time by row count, a fitted line, and the bound of memory bandwidth.
 
 `measure` times an engine with a given clock; the fitted line and the stated limits are pure functions of these times.
 """
@@ -77,11 +77,11 @@ def measure(
     on_round: Callable[[], object] = lambda: None,
     is_enough: Callable[[], bool] = lambda: True,
 ) -> Timings:
-    """Time steps of each row count after the same context, and return the times; one warm-up round is not counted.
+    """Time draft steps with each row count in `rows`, all after a context of `context_len` tokens; return the times.
 
     Every round runs one step of each row count, in a new order, so that noise of the machine and the step before affect
-    all row counts alike. After `num_steps` rounds it continues until `is_enough` returns True. `on_round` is called
-    after every round.
+    all row counts alike. The first round is a warm-up and is not counted. After `num_steps` more rounds the measurement
+    continues until `is_enough` returns True. `on_round` is called after every round.
     """
     bench = _Bench(engine, context_len, random.Random(seed), clock)
     try:
@@ -165,7 +165,7 @@ def spread_of(times_s: Sequence[float]) -> Spread:
 
 
 def fit_line(medians_s: Mapping[int, float]) -> StepCostFit:
-    """Fit a least-squares line to step times by row count, of which there must be at least two.
+    """Fit a least-squares line to step times by row count; at least two row counts are needed.
 
     A slope below zero is kept: it shows that the noise is larger than the cost of a row.
     """
@@ -181,7 +181,7 @@ def fit_line(medians_s: Mapping[int, float]) -> StepCostFit:
 
 
 def step_limit(one_row_s: float, bound_s: float | None) -> str:
-    """Return a phrase on what limits a step of one row.
+    """Return a phrase on what limits a step of one row, which takes `one_row_s`.
 
     `bound_s` is the time in which memory could deliver all weights; None if it is not known.
     """
@@ -195,7 +195,10 @@ def step_limit(one_row_s: float, bound_s: float | None) -> str:
 
 
 def rows_limit(medians_s: Mapping[int, float], cost: StepCost) -> str:
-    """Return a phrase on what more rows cost, judged at 8 rows; if 8 was not measured, at the largest row count."""
+    """Return a phrase on what more rows cost, judged by the median step time of 8 rows.
+
+    If 8 rows were not measured, the largest row count is used.
+    """
     many = MANY_ROWS if MANY_ROWS in medians_s else max(medians_s)
     if medians_s[many] < FREE_ROWS * medians_s[1]:
         return "rows are nearly free"
@@ -204,7 +207,7 @@ def rows_limit(medians_s: Mapping[int, float], cost: StepCost) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Profile:
-    """The measured figures of an engine, and values derived from them."""
+    """The measured step times of a draft engine, the bandwidth of its memory, and values derived from them."""
 
     engine: str
     info: EngineInfo
@@ -219,7 +222,7 @@ class Profile:
 
     @property
     def medians_s(self) -> dict[int, float]:
-        """Median step time by row count."""
+        """Median step time in seconds by row count."""
         return {rows: spread.median_s for rows, spread in self.timings.by_rows.items()}
 
     @property
@@ -229,7 +232,7 @@ class Profile:
 
     @property
     def bound_s(self) -> float | None:
-        """The time in which memory delivers all weights once, without the keys and values of the context.
+        """The seconds in which memory delivers all weights once, without the keys and values of the context.
 
         None if the bandwidth or the size of the weights is unknown.
         """
@@ -256,7 +259,7 @@ class Profile:
         return "; ".join(parts)
 
     def as_json(self) -> dict[str, Any]:
-        """Return all figures as a plain document."""
+        """Return all figures as a JSON dict."""
         timings, fit = self.timings, self.fit
         return {
             "model": self.info.model,
@@ -291,9 +294,10 @@ def _spread_json(spread: Spread) -> dict[str, float]:
 def read_bandwidth(
     engine: str, device: str, threads: int, num_bytes: int | None = None, num_reads: int = 5
 ) -> float | None:
-    """Measure the bytes per second that this process reads from the device's memory; None for an unsupported device.
+    """Measure and return how many bytes per second this process reads from the device's memory.
 
-    It reads a block of `num_bytes`, by default at least twice the last-level cache; the best of `num_reads` counts.
+    Return None for an unsupported device. A block of `num_bytes`, by default at least twice the last-level cache, is
+    read `num_reads` times, and the fastest read counts.
     """
     num_bytes = num_bytes or max(_BLOCK_BYTES, 2 * (cache_bytes() or 0))
     if engine == "torch":
@@ -331,7 +335,7 @@ class PlotError(SpecBranchError, ValueError):
 
 
 def check_plot(path: Path) -> None:
-    """Raise `PlotError` if no figure can be drawn to this path; called before a long measurement, not after it."""
+    """Raise `PlotError` if no figure can be drawn to this path; to be called before a long measurement."""
     formats = load_pyplot().Figure().canvas.get_supported_filetypes()
     if path.suffix[1:].lower() not in formats:
         raise PlotError(f"cannot draw to {path}: end its name in .png, .svg or .pdf")

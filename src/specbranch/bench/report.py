@@ -1,4 +1,7 @@
-"""A report on result files, as Markdown and one HTML page: facts, tables, figures, and where our method is slower."""
+"""Write reports on benchmark result files, as Markdown and as one HTML page: facts, tables, figures, and losses.
+
+A loss is a case where another method is faster than the one that the report is about.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +50,7 @@ figcaption, .note { color: #5b6b69; font-size: 13px; }
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """A title, column heads and rows of strings."""
+    """A table of a report: its title, its column heads, and the texts of its cells, row by row."""
 
     title: str
     rows: Sequence[Sequence[str]]
@@ -56,7 +59,7 @@ class Table:
 
 @dataclass(slots=True)
 class Section:
-    """The section of a report on one result file."""
+    """The section of a report that describes one result file. `lost` has a sentence for each loss."""
 
     title: str
     facts: list[str]
@@ -70,7 +73,7 @@ class Section:
 def write_report(all_results: Sequence[Results], directory: Path, subject: str, title: str) -> Path:
     """Write `report.md`, `report.html` and the figures to a directory, and return the path of the HTML page.
 
-    `subject` is the method whose losses are listed.
+    `subject` is the name of the method whose losses are listed.
     """
     directory.mkdir(parents=True, exist_ok=True)
     sections = []
@@ -85,7 +88,7 @@ def write_report(all_results: Sequence[Results], directory: Path, subject: str, 
 
 
 def section_of(results: Results, subject: str) -> Section:
-    """Return the section on these results, without its figures; `subject` is the method whose losses are listed."""
+    """Return the section on one result file, without its figures; `subject` is the method whose losses are listed."""
     note = commit_note(results.provenance)
     section = Section(results.scenario.name, _facts(results), [note] if note else [])
     if results.scenario.served is not None:
@@ -127,7 +130,7 @@ def same_note(scenario: Scenario, lines: Sequence[Line]) -> str | None:
 
 
 def load_table(results: Results) -> Table:
-    """Return the table of servers under load: every method at each rate, times in ms as means over its runs."""
+    """Return the table of a load test, a row for each request rate and method; times are means over the runs in ms."""
     rows = []
     for rate in sorted({record["rate"] for record in results.records}):
         for method in results.scenario.methods:
@@ -149,7 +152,10 @@ def load_table(results: Results) -> Table:
 
 
 def lost_lines(results: Results, subject: str) -> list[str]:
-    """Return one sentence for every case where another method is faster than `subject`, in total or per core."""
+    """Return one sentence for every case where another method is faster than `subject`, in total or per core.
+
+    The list is empty for a load test.
+    """
     if results.scenario.served is not None:
         return []
     lines = []
@@ -167,12 +173,16 @@ def lost_lines(results: Results, subject: str) -> list[str]:
 
 
 def as_markdown(title: str, sections: Sequence[Section]) -> str:
-    """Return the report as Markdown with links to the figures."""
+    """Return the report as Markdown with links to the figures, which must be in the directory of its file."""
     return "\n\n".join([f"# {title}", NOTE, *(section_markdown(section) for section in sections)]) + "\n"
 
 
 def section_markdown(section: Section, figures: str = "") -> str:
-    """Return one section as Markdown; `figures` is the path from the text to its figures, with a slash at its end."""
+    """Return one section as Markdown.
+
+    `figures` is the path from the Markdown file to the directory of the figures, with a slash at its end; it is empty
+    if both are in the same directory.
+    """
     parts = [f"## {section.title}", "\n".join(f"- {fact}" for fact in section.facts), *section.notes]
     for table in section.tables:
         parts += [f"### {table.title}", _markdown_table(table)]

@@ -1,4 +1,4 @@
-"""Result files of benchmarks, and their summary with ranges."""
+"""Read and write benchmark result files, and summarize them: speeds relative to bare vLLM, with their ranges."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ _GZIP = b"\x1f\x8b"
 
 
 class ResultError(SpecBranchError, ValueError):
-    """A file is not a readable result file."""
+    """A file is not a result file, cannot be read, or is of another scenario."""
 
 
 @dataclass(frozen=True, slots=True)
 class Results:
-    """The contents of one result file. Only results of the same run can be compared."""
+    """The contents of one result file. Compare methods only within one file: its methods ran under equal conditions."""
 
     name: str  # of the file
     scenario: Scenario
@@ -51,12 +51,12 @@ class Results:
 
 
 def header(scenario: Scenario, provenance: dict[str, Any]) -> dict[str, Any]:
-    """Return the first line of a result file as a document: format, scenario, and where the results come from."""
+    """Return the first line of a result file as a JSON dict: format, version, scenario and provenance."""
     return {"format": RESULTS, "version": VERSION, "scenario": scenario.as_json(), "provenance": provenance}
 
 
 def read_results(path: Path) -> Results:
-    """Read a result file, except for an incomplete last line; raise `ResultError` for any other file."""
+    """Read a result file, without an incomplete last line; raise `ResultError` if it is damaged or of another kind."""
     try:
         kind = describe_file(path)
     except OSError as error:
@@ -72,7 +72,7 @@ def read_results(path: Path) -> Results:
 
 
 def write_line(sink: TextIO, document: Record) -> None:
-    """Write a document as one line of JSON, and flush the file."""
+    """Write a JSON dict to the file `sink` as one line, and flush the file."""
     sink.write(json.dumps(document) + "\n")
     sink.flush()
 
@@ -89,9 +89,9 @@ def drop_unfinished(path: Path) -> None:
 class Ratio:
     """Tokens per second of one method divided by another's on the same prompts.
 
-    If the prompts are resampled, 95 % of the ratios lie from `low` to `high`. Both are None if there are fewer than
-    three trials, or if a method is compared with itself. `num_trials` counts the prompts of the task that has the
-    fewest.
+    From `low` to `high` lie 95 % of the ratios of resampled prompts. Both are None if there are fewer than three
+    trials, or if a method is compared with itself. `num_trials` is the number of prompts, or of groups of prompts, that
+    both methods answered; of several tasks, it is the smallest number.
     """
 
     value: float
@@ -101,7 +101,7 @@ class Ratio:
 
     @property
     def range(self) -> str:
-        """The range from `low` to `high` as text; a dash if there is none."""
+        """The range from `low` to `high` as text; a dash if both are None."""
         return NO_RANGE if self.low is None or self.high is None else f"{self.low:.2f}-{self.high:.2f}"
 
     def scaled(self, factor: float) -> Ratio:
@@ -112,7 +112,7 @@ class Ratio:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Line:
-    """The figures of one method on one task at one concurrency."""
+    """The results of one method on one task at one concurrency, over all prompts and repeats."""
 
     task: str
     concurrency: int
@@ -135,17 +135,17 @@ class Line:
 
     @property
     def lost(self) -> float | None:
-        """Drafted tokens rolled back per emitted token, all causes together; None without drafts."""
+        """Drafted tokens rolled back per emitted token, the sum over all causes; None without drafts."""
         return None if self.rolled_back is None else sum(self.rolled_back.values())
 
     def as_json(self) -> dict[str, Any]:
-        """Return the line as a plain document."""
+        """Return the line as a JSON dict."""
         return asdict(self)
 
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """A task where another method is faster than the subject of the report, in total or per core."""
+    """A task where another method is faster than the method that the report is about, in total or per core."""
 
     task: str
     concurrency: int
@@ -157,7 +157,8 @@ class Loss:
 def cells(results: Results) -> dict[Cell, dict[str, list[Record]]]:
     """Return the records by task and concurrency, and then by method, in the scenario's order.
 
-    Groups without records of bare vLLM are left out, and methods that have no prompt in common with bare vLLM.
+    A task and concurrency without records of bare vLLM is left out, and so is a method that shares no prompt with
+    bare vLLM there.
     """
     by_cell: dict[Cell, dict[str, list[Record]]] = defaultdict(lambda: defaultdict(list))
     for record in results.records:
@@ -172,7 +173,7 @@ def cells(results: Results) -> dict[Cell, dict[str, list[Record]]]:
 
 
 def summarize(results: Results) -> list[Line]:
-    """Return the figures of every method, a line for each task and concurrency."""
+    """Return the lines of a summary: one for each task, concurrency and method."""
     return [
         _line(results, cell, method, own, methods[BARE])
         for cell, methods in cells(results).items()
@@ -181,9 +182,9 @@ def summarize(results: Results) -> list[Line]:
 
 
 def mean_speeds(results: Results) -> dict[int, dict[str, Ratio]]:
-    """Return by concurrency and method the geometric mean over all tasks of the speed relative to bare vLLM.
+    """Return each method's speed relative to bare vLLM, the geometric mean over all tasks, by concurrency and method.
 
-    A method that lacks one of the tasks is left out.
+    A method without records for one of the tasks is left out.
     """
     grouped: dict[int, list[dict[str, list[Record]]]] = defaultdict(list)
     for (_, concurrency), methods in cells(results).items():
@@ -218,14 +219,15 @@ def losses(results: Results, subject: str) -> list[Loss]:
 
 
 def compare(own: Sequence[Record], other: Sequence[Record]) -> Ratio:
-    """Return the speed of `own` divided by that of `other` on the prompts that both have answered, with a range."""
+    """Return the speed of the records `own` divided by that of `other` on the prompts of both, with a range."""
     return mean_ratio([(own, other)])
 
 
 def mean_ratio(tasks: Sequence[tuple[Sequence[Record], Sequence[Record]]]) -> Ratio:
     """Return the geometric mean over tasks of the first method's speed divided by the second's, with a range.
 
-    The range comes from resampling the prompts of each task, each prompt together with all its repeats.
+    `tasks` has the records of both methods for each task. The range comes from resampling the prompts of each task,
+    each prompt together with all its repeats.
     """
     paired = [_by_prompt(_paired(own, other)) for own, other in tasks]
     value = _geometric_mean([_ratio([*chain(*prompts)]) for prompts in paired])
@@ -314,7 +316,7 @@ def _by_prompt(pairs: Sequence[tuple[Record, Record]]) -> list[list[tuple[Record
 
 
 def _paired(own: Sequence[Record], other: Sequence[Record]) -> list[tuple[Record, Record]]:
-    """Return pairs of records of the same prompt and repeat.
+    """Return pairs of records, one of `own` and one of `other`, of the same prompt and repeat.
 
     A record without a partner, which an interrupted run may leave, is left out.
     """

@@ -1,4 +1,4 @@
-"""The benchmark runner: real engines on their own cores, methods interleaved prompt by prompt in random order.
+"""Run benchmarks on real engines with their own cores; the methods answer each prompt in turn, in random order.
 
 Every record is written as soon as it is measured; the first line of a result file has the versions, machine and commit.
 """
@@ -38,7 +38,10 @@ _WARM_UP = "Count from one to ten."
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trial:
-    """One measurement: prompts that one method answers together."""
+    """One measurement: one method answers `messages`, a group of prompts, in one batch.
+
+    `first_prompt` is the index of the group's first prompt among the prompts of its task.
+    """
 
     task: str
     concurrency: int
@@ -51,8 +54,8 @@ class Trial:
 def plan_trials(scenario: Scenario, data: Path) -> list[Trial]:
     """Return all measurements in the order to run them: each group of prompts with one method after the other.
 
-    Groups and methods are in random order. If memory cannot hold all engines, each engine answers a block of groups
-    before the next engine is loaded.
+    `data` is the directory of the prompt files. Groups and methods are in random order. If memory cannot hold all
+    engines, each engine answers a block of groups before the next engine is loaded.
     """
     order = random.Random(scenario.seed)
     trials: list[Trial] = []
@@ -84,9 +87,9 @@ def plan_trials(scenario: Scenario, data: Path) -> list[Trial]:
 
 
 def _method_groups(scenario: Scenario, order: random.Random) -> list[list[BenchMethod]]:
-    """Return the groups of methods to measure side by side: one with all methods, or one per engine in random order.
+    """Return the groups of methods to measure side by side: a group of all methods, or a group for each engine.
 
-    The latter is for scenarios that limit how many engines are loaded at once.
+    Groups for each engine, in random order, are for scenarios that limit how many engines are loaded at once.
     """
     if scenario.engines_at_once is None:
         return [list(scenario.methods)]
@@ -141,7 +144,7 @@ class _Engines:
         return {**provenance(), **versions, "draft": Path(self.draft.welcome.model).name}
 
     def load(self) -> None:
-        """Load the engines of the scenario in order, as many as it allows at once."""
+        """Load the scenario's engines in the order of its methods, up to the number that it allows at once."""
         for method in self.scenario.methods:
             if method.engine not in self.targets and self._has_room():
                 self._start(method)
@@ -193,9 +196,9 @@ class _Engines:
         }
 
     def _stats(self, method: BenchMethod) -> dict[str, int]:
-        """Fetch the draft service's counters for a method so far; empty if the service does not answer.
+        """Fetch the draft service's counters for a method, and return them by name.
 
-        They are also empty for a method without drafts.
+        The dict is empty if the service does not answer, and for a method that gets no drafts from the service.
         """
         stats_client = self.stats_clients.get(method.name)
         if (
@@ -207,7 +210,7 @@ class _Engines:
         return {name: getattr(stats_client.stats, name) for name in _COUNTED}
 
     def _draft_us(self, method: BenchMethod) -> list[int] | None:
-        """Return the time of a draft step of one row and of each further row, in microseconds; None without stats."""
+        """Return two times in microseconds: of a draft step of one row, and of each further row; None without stats."""
         stats_client = self.stats_clients.get(method.name)
         stats = stats_client.stats if stats_client else None
         return [stats.first_row_us, stats.more_row_us] if stats else None

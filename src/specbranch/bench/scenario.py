@@ -1,4 +1,4 @@
-"""A scenario: everything that a benchmark run depends on, its prompts, and checks that it can run on this machine.
+"""The scenario of a benchmark: read it and its prompts, and check that this machine can run it.
 
 The checks cover packages, draft models, cores and memory. A method that cannot run would otherwise fail minutes later,
 after the engines of other methods have been loaded.
@@ -47,10 +47,10 @@ class ScenarioError(SpecBranchError, ValueError):
 
 
 class PromptSet(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """`count` prompts of a task, from a file in the data directory.
+    """Prompts of one task: `count` of them, spread evenly over a file in the data directory.
 
-    With `field` it may be any JSONL file: that field holds the prompt, and the task may have any name. `skip` leaves
-    out the prompts of another set whose `count` is `skip`, such as those that `specbranch train collect` has used.
+    With `field`, the file may be any JSONL file with the prompts in that field, and the task may have any name. `skip`
+    leaves out the prompts that a set with `count` = `skip` has, such as those that `specbranch train collect` has used.
     """
 
     task: str
@@ -63,7 +63,8 @@ class PromptSet(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class BenchMethod(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One way to decode: our proposer with a planner, vLLM with a `speculative_config` of its own, or bare vLLM.
 
-    A method without a planner runs on `cores`; a planner uses the cores of the target and of the draft.
+    A method without a planner runs on `cores`, by default the target's. A planner uses the cores of the target and of
+    the draft; `settings` are the planner's, and the fields after them are settings of our proposer.
     """
 
     name: str
@@ -92,7 +93,8 @@ class BenchMethod(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Served(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A load test of a server: at each of `rates`, that many requests per second arrive on average, at random times.
 
-    A request does not wait for answers to earlier ones; `requests` is how many are sent at each rate.
+    A request does not wait for the answers to earlier requests. `requests` is the number of requests at each rate, and
+    `max_num_seqs` the server's limit of sequences in one batch.
     """
 
     rates: list[_Rate]
@@ -105,8 +107,9 @@ class Scenario(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     Without `target_cores` nothing is pinned, as on a GPU. `arguments` are passed to `vllm.LLM`, or to `vllm serve` as
     flags, and `draft_arguments` to `specbranch draft`. `gamma` is the maximum of draft tokens verified at once.
-    `concurrency` lists how many requests are answered together, and `groups` is the maximum of such groups of each
-    task. With `served`, real servers are measured under load instead.
+    `deadline_ms` is how long the target waits for drafts at most. `concurrency` lists how many requests are answered
+    together, and `groups` is the maximum of such groups of each task. With `served`, real servers are measured under
+    load instead.
 
     If memory cannot hold all engines, `engines_at_once` is how many it can hold. Each engine then answers a `block` of
     groups before the next one is loaded in its place.
@@ -137,7 +140,7 @@ class Scenario(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     served: Served | None = None
 
     def as_json(self) -> dict[str, Any]:
-        """Return the scenario as a plain document."""
+        """Return the scenario as a JSON dict."""
         document: dict[str, Any] = msgspec.to_builtins(self)
         return document
 
@@ -162,7 +165,7 @@ class Scenario(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return len(method.cores or self.target_cores)
 
     def draft_options(self) -> DraftServiceOptions:
-        """Return the options of the draft service."""
+        """Return the options to start the draft service with: the scenario's draft model, cores and arguments."""
         return DraftServiceOptions(
             self.draft,
             cores=self.draft_cores or None,
@@ -171,14 +174,17 @@ class Scenario(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         )
 
     def check(self) -> None:
-        """Raise an error for proposer settings that vLLM's worker would refuse only after its model is loaded."""
+        """Raise an error for proposer settings that vLLM's worker would refuse, but only after loading its model."""
         for method in self.methods:
             settings = self.proposer_settings(method, "ipc://unused")
             if settings is not None:
                 settings.client_options(self.gamma)
 
     def proposer_settings(self, method: BenchMethod, address: str) -> ProposerSettings | None:
-        """Return the proposer's settings for a method; None if vLLM runs without our proposer."""
+        """Return the proposer's settings for a method and a draft service at `address`.
+
+        Return None for a method without a planner: vLLM then runs without our proposer.
+        """
         if method.planner is None:
             return None
         return ProposerSettings(
@@ -195,7 +201,7 @@ class Scenario(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def scenario_of(document: dict[str, Any]) -> Scenario:
-    """Return the scenario of a result file, with defaults for missing keys."""
+    """Return the scenario from its JSON dict in a result file; missing keys get their defaults."""
     return msgspec.convert(document, Scenario)
 
 
@@ -256,10 +262,11 @@ class PromptError(SpecBranchError, ValueError):
 
 
 def read_prompts(task: str, path: Path, count: int, field: str | None = None, skip: int = 0) -> list[str]:
-    """Read `count` messages of a task, spread evenly over its file, always the same ones.
+    """Read `count` prompts of a task from a file and return them; they are spread evenly over it, always the same ones.
 
-    `field` names the field that holds the prompt in any other JSONL file. The prompts that `read_prompts(count=skip)`
-    returns are left out, so that test sets can be disjoint.
+    Without `field`, the file must have the form of the task, one of `TASKS`; with it, any JSONL file will do that has
+    the prompts in this field. The prompts that `read_prompts(count=skip)` returns are left out, so that two sets can be
+    disjoint. Raise `PromptError` if the file cannot be read or has too few prompts.
     """
     if field is None and task not in _TASKS:
         raise PromptError(
@@ -284,7 +291,7 @@ def read_prompts(task: str, path: Path, count: int, field: str | None = None, sk
 
 
 def read_prompt_sets(scenario: Scenario, data: Path) -> list[tuple[str, list[str]]]:
-    """Read every prompt set of a scenario from the files in `data`; return each task with its messages."""
+    """Read every prompt set of a scenario from the files in the directory `data`; return each task with its prompts."""
     return [
         (one.task, read_prompts(one.task, data / one.file, one.count, one.field, one.skip)) for one in scenario.prompts
     ]
@@ -318,7 +325,10 @@ def check_methods(scenario: Scenario) -> None:
 
 
 def engines_that_fit(sizes: Iterable[int], free: int) -> int:
-    """Return how many engines fit into `free` bytes at once, whichever they are; `sizes` has the bytes of each."""
+    """Return how many engines fit into `free` bytes at once, even if they are the largest.
+
+    `sizes` has the bytes that each engine needs.
+    """
     count = 0
     for size in sorted(sizes, reverse=True):
         free -= size
@@ -336,7 +346,7 @@ def _check_cores(name: str, cores: Collection[int], allowed: Collection[int]) ->
 
 
 def _check_speculation(method: BenchMethod) -> None:
-    """Raise if vLLM could not run a method's `speculative_config`.
+    """Raise an error if vLLM could not run a method's `speculative_config`.
 
     The causes are an unknown name in it, a package that is not installed, and a missing draft model.
     """
@@ -359,7 +369,10 @@ def _check_speculation(method: BenchMethod) -> None:
 
 
 def _check_memory(scenario: Scenario) -> None:
-    """Raise if the weights and KV caches of engines that are loaded together do not fit with the draft's weights."""
+    """Raise `ScenarioError` if the engines that are loaded together do not fit into the free memory with the draft.
+
+    An engine needs memory for its weights and its KV cache, the draft for its weights.
+    """
     free = machine.free_host_memory()
     if free is None:
         return

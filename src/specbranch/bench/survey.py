@@ -1,4 +1,4 @@
-"""Measure a pair of models on this machine: step costs, alone and together, and the draft's distributions on answers.
+"""Measure a pair of models on this machine: step times, and the draft's distributions along the target's answers.
 
 Two devices are seldom independent: on one CPU they share memory, and each slows the other. So the target is timed both
 alone and while the draft works, and the draft only while the target works.
@@ -59,7 +59,7 @@ _TYPE_BATCHES = (1, 2, 8)  # for each further data type of the target: enough fo
 
 
 class StepTimes(NamedTuple):
-    """The step times of a `Survey`, in seconds, under the same names."""
+    """Measured step times in seconds; the fields are those of `Survey` with the same names."""
 
     target_alone_s: Mapping[int, float]
     target_beside_s: float
@@ -68,10 +68,11 @@ class StepTimes(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Survey:
-    """The measured step times in seconds, of the target by tokens in its batch and of the draft by rows, and a trace.
+    """What was measured of a pair of models: step times in seconds, and a trace.
 
-    The target is bare vLLM. If vLLM with our proposer and without drafts was timed too, `hooked_s` has its times. The
-    trace holds the target's answers with the draft's distributions.
+    The target's times are by the number of requests in its batch, the draft's by rows. The target is bare vLLM. If vLLM
+    with our proposer and without drafts was timed too, `hooked_s` has its times. The trace holds the target's answers
+    with the draft's distributions.
     """
 
     target_alone_s: Mapping[int, float]
@@ -81,7 +82,7 @@ class Survey:
     hooked_s: Mapping[int, float] = field(default_factory=dict)  # of the target with our proposer, without drafts
 
     def as_json(self) -> dict[str, Any]:
-        """Return the figures without the trace itself."""
+        """Return the step times, and how often the draft was right in the trace, as a JSON dict."""
         return {
             "target_alone_ms": {str(tokens): 1e3 * step_s for tokens, step_s in self.target_alone_s.items()},
             "target_beside_ms": 1e3 * self.target_beside_s,
@@ -102,10 +103,11 @@ def take_survey(
     answer_len: int,
     on_progress: OnProgress,
 ) -> Survey:
-    """Time a target in its process and a draft engine in this one, and record the draft's distributions on answers.
+    """Time a target in its process and a draft engine in this one, and return the survey of this pair.
 
-    The target is timed with each of `sizes` requests at once, the draft with each of `rows` rows. The answers to
-    `messages` have at most `answer_len` tokens.
+    The target is timed with each of `sizes` requests at once, the draft with each of `rows` rows. The survey's trace
+    has the target's answers to `messages`, at most `answer_len` tokens each, with the draft's distributions. Call
+    `on_progress` with a phrase on each stage.
     """
     steps = take_step_times(target, engine, messages, sizes, rows, on_progress)
     pairs: list[_Pair] = []
@@ -146,7 +148,7 @@ def take_step_times(
 def time_steps(
     target: TargetProcess, messages: Sequence[str], sizes: Sequence[int], on_progress: OnProgress
 ) -> dict[int, float]:
-    """Return the median step time of a target in seconds, by the number of requests at once."""
+    """Time a target with our proposer, and return its median step time in seconds by the number of requests at once."""
     _decode(target, messages[:1], _STEP_TOKENS, goes_on=True)  # warm-up
     times_s = {}
     for size in sizes:
@@ -158,7 +160,7 @@ def time_steps(
 def record_distributions(
     engine: DraftEngine, pairs: Sequence[_Pair], on_progress: OnProgress = lambda stage: None
 ) -> Trace:
-    """Run the draft along given answers, and return a trace with its distribution before every token of them.
+    """Run the draft along given answers, and return a trace with its distribution before every token of an answer.
 
     `pairs` has the tokens of each prompt and of its answer.
     """
@@ -192,7 +194,10 @@ def _read(engine: DraftEngine, handle: int, prompt: Sequence[int]) -> Distributi
 def _together(
     target: TargetProcess, engine: DraftEngine, message: str, num_tokens: int, rows: Sequence[int]
 ) -> tuple[float, dict[int, float]]:
-    """Return the median step time of the target, and that of the draft by rows, while both work."""
+    """Run target and draft at once; return the target's median step time and the draft's by row count, in seconds.
+
+    The target answers `message` with `num_tokens` tokens, and the draft is timed until the answer is complete.
+    """
     with ThreadPoolExecutor(1) as pool:
         answers = pool.submit(_decode, target, [message], num_tokens, goes_on=True)
         timings = measure(engine, rows, _CONTEXT_LEN, 4, is_enough=answers.done)
@@ -200,7 +205,7 @@ def _together(
 
 
 def _decode(target: TargetProcess, messages: Sequence[str], num_tokens: int, goes_on: bool) -> list[Decoded]:
-    """Return the target's greedy answers to these messages.
+    """Return the target's greedy answers of at most `num_tokens` tokens to these messages.
 
     With `goes_on`, answers continue past their natural end, so that the batch keeps its size.
     """
@@ -209,22 +214,23 @@ def _decode(target: TargetProcess, messages: Sequence[str], num_tokens: int, goe
 
 
 def _steps_s(target: TargetProcess, messages: Sequence[str], size: int) -> list[float]:
-    """Return the times between the target's steps with `size` requests at once."""
+    """Run `size` requests at once, and return the times between the target's steps in seconds."""
     asked = [messages[index % len(messages)] for index in range(size)]
     return _gaps_s(_decode(target, asked, _STEP_TOKENS, goes_on=True))
 
 
 def _gaps_s(decoded: Sequence[Decoded]) -> list[float]:
-    """Return the times between steps, without the first ones, which include prefill."""
+    """Return the seconds between steps, without the first steps of each answer, which include prefill."""
     return step_gaps_s(decoded, skip=len(decoded))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PairOptions:
-    """The pair to measure, the prompts, and where both models run; without cores a model is not pinned.
+    """The options of a survey: the pair, the prompts (`messages`), and where both models run.
 
-    `arguments` are passed to `vllm.LLM`. `times_hook`: also time vLLM with our proposer and without drafts, which on a
-    CPU computes exactly as bare vLLM does.
+    Answers have at most `max_tokens` tokens. Without cores a model is not pinned. `arguments` are passed to `vllm.LLM`.
+    `times_hook`: also time vLLM with our proposer and without drafts. By default this is left out on a CPU, where it
+    computes exactly as bare vLLM does.
     """
 
     target: str
@@ -237,7 +243,7 @@ class PairOptions:
     times_hook: bool = field(default_factory=lambda: not installed.runs_on_cpu())
 
     def target_options(self, has_hook: bool = False) -> LocalEngineOptions:
-        """Return the options of the target: bare vLLM, or with `has_hook` our proposer, which then drafts nothing."""
+        """Return the options of the target: bare vLLM, or with `has_hook` vLLM with our proposer and without drafts."""
         arguments = {
             "dtype": self.dtype,
             "max_model_len": 2048,
@@ -249,7 +255,7 @@ class PairOptions:
         return LocalEngineOptions(self.target, settings, draft_length_limit(DEFAULT_PLANNER), arguments)
 
     def open_draft(self, on_progress: OnProgress) -> DraftEngine:
-        """Load the draft's engine with a thread for each of its cores; call `on_progress` with every stage."""
+        """Load and return the draft's engine, with a thread for each of its cores; call `on_progress` at each stage."""
         options = EngineOptions(
             model=self.draft.model,
             device=self.draft.device,
@@ -261,9 +267,10 @@ class PairOptions:
 
 
 def survey_types(options: PairOptions, dtypes: Sequence[str], on_progress: OnProgress) -> dict[str, Survey]:
-    """Survey a pair with its target in each data type, one after the other; call `on_progress` with every stage.
+    """Measure a pair with its target in each data type, one after the other, and return the surveys by data type.
 
     Answers and the draft's distributions are recorded in the first type only, because rounding hardly changes them.
+    Call `on_progress` at each stage.
     """
     first, *others = dtypes
     surveys = {first: survey_pair(replace(options, dtype=first), on_progress)}
@@ -273,14 +280,14 @@ def survey_types(options: PairOptions, dtypes: Sequence[str], on_progress: OnPro
 
 
 def _with_steps_of(survey: Survey, options: PairOptions, on_progress: OnProgress) -> Survey:
-    """Load the pair of these options, time its steps, and return the survey with these step times."""
+    """Load the pair of these options, time its steps, and return a copy of `survey` with these step times."""
     with _loaded(options, on_progress) as (target, engine):
         steps = take_step_times(target, engine, options.messages, _TYPE_BATCHES, _DRAFT_ROWS, on_progress)
     return replace(survey, **steps._asdict())
 
 
 def survey_pair(options: PairOptions, on_progress: OnProgress) -> Survey:
-    """Load both models, measure them, unload them, and return the survey; call `on_progress` with every stage."""
+    """Load both models, measure them, unload them, and return the survey; call `on_progress` at each stage."""
     with _loaded(options, on_progress) as (target, engine):
         survey = take_survey(
             target, engine, options.messages, _TARGET_BATCHES, _DRAFT_ROWS, options.max_tokens, on_progress
@@ -294,10 +301,10 @@ def survey_pair(options: PairOptions, on_progress: OnProgress) -> Survey:
 
 @contextmanager
 def _loaded(options: PairOptions, on_progress: OnProgress) -> Iterator[tuple[TargetProcess, DraftEngine]]:
-    """Load the target in its process, and the draft's engine in this one, which is pinned to the draft's cores.
+    """Load the target in its own process and the draft's engine in this one, yield both, and unload them at the end.
 
-    No draft service is started, because it would answer with tokens, and a survey needs single steps with their
-    distributions.
+    Meanwhile this thread is pinned to the draft's cores. No draft service is started, because it would answer with
+    tokens, and a survey needs single steps with their distributions.
     """
     on_progress("loading the target" if options.dtype == "auto" else f"loading the target in {options.dtype}")
     with _target_of(options) as target, pinned(options.draft.cores):

@@ -1,6 +1,6 @@
 """Timeline files: read them, summarize them, and write a page that replays them in a browser.
 
-This module knows only the file's format; `service/server/timeline_recorder.py` records it.
+This module knows only the file's format; `service/server/timeline_recorder.py` writes such files.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ _PLACE = "/* the run */ null"
 
 
 class TimelineError(SpecBranchError, ValueError):
-    """A file is not a timeline, or nothing happened in a time range."""
+    """A file is not a timeline, has no draft trees to replay, or has no work of a target in a time range."""
 
 
 @dataclass(frozen=True, slots=True)
 class TimeSpan:
-    """A period of work or waiting of a target or of the draft, with the recorded stats (`args`)."""
+    """A period in which a target or the draft worked, or a target waited; `args` are the recorded numbers."""
 
     start_s: float
     end_s: float
@@ -35,13 +35,16 @@ class TimeSpan:
 
     @property
     def is_prefill(self) -> bool:
-        """Whether the period is one of prefill; that of a target may include idle time."""
+        """Whether the device prefilled in this period; a target may also have been idle in a part of it."""
         return bool(self.args.get("is_prefill"))
 
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """How many rows (`rows`) had a hit at one moment, or how many had a miss."""
+    """How many of a target's sequences (`rows`) had a hit, or how many had a miss, in the verdicts of one step.
+
+    A hit: the draft had drafted and run the committed tokens before the verdict came.
+    """
 
     at_s: float
     rows: int
@@ -50,9 +53,10 @@ class Mark:
 
 @dataclass(frozen=True, slots=True)
 class TimelineVerdict:
-    """One verdict on one sequence, and the draft tree before it, as lists with an entry for each node.
+    """One verdict on one sequence: the committed tokens, the number of submitted ones, and the draft tree before it.
 
-    The lists are `parents`, `tokens`, `percents` and `marks`. `is_hit` is None if the sequence got no drafts.
+    `tree` has the lists `parents`, `tokens`, `percents` and `marks`, each with an entry for every node, as in
+    `TreeSnapshot`. `is_hit` is None if the sequence got no drafts.
     """
 
     at_s: float
@@ -76,20 +80,21 @@ class TimelineTarget:
 
     @property
     def label(self) -> str:
-        """The name and the planners that drafted for it."""
+        """The target's name, followed by the names of the planners that drafted for it."""
         return f"{self.name}: {', '.join(self.planners)}" if self.planners else self.name
 
     @property
     def rounds(self) -> list[TimeSpan]:
-        """The steps that verified or decoded tokens; steps that only prefilled new sequences are left out."""
+        """The steps that verified or decoded tokens, without steps that only prefilled new sequences."""
         return [step for step in self.steps if not step.is_prefill]
 
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """All targets and the draft's steps, with times in seconds since the first event.
+    """The contents of a timeline file: all targets and the draft's steps, with times in seconds since the first event.
 
-    `is_cut`: the run had more events than were recorded. `draft` is the model's name on the service's command line.
+    `is_cut`: the run had more events than were recorded. `draft` is the draft model's name on the service's command
+    line; None if the file does not have it.
     """
 
     targets: list[TimelineTarget]
@@ -98,7 +103,7 @@ class Timeline:
     draft: str | None = None
 
     def between(self, start_s: float, end_s: float) -> Timeline:
-        """Return the events in a time range; clip spans to it, and leave out targets that did nothing in it.
+        """Return the timeline of a time range: clip spans to it, and leave out targets without rounds or waits in it.
 
         Raise `TimelineError` if no target is left.
         """
@@ -123,7 +128,10 @@ class Timeline:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shares:
-    """How one target spent its time from its first event to its last, without prefill and idle time."""
+    """How one target spent its time from its first round or wait to its last, without prefill and idle time.
+
+    `busy`, `waiting` and `draft_busy` are shares of `time_s`; `rounds` counts one for each sequence of a step.
+    """
 
     target: str
     time_s: float
@@ -137,7 +145,7 @@ class Shares:
     rows_per_draft_step: float
 
     def as_json(self) -> dict[str, Any]:
-        """Return the shares as a plain document."""
+        """Return the shares as a JSON dict."""
         return {name: getattr(self, name) for name in self.__slots__}
 
 
@@ -185,7 +193,7 @@ def time_shares(timeline: Timeline, lane: TimelineTarget) -> Shares:
 
 
 def shared_s(some: Sequence[TimeSpan], others: Sequence[TimeSpan]) -> float:
-    """Return the seconds that two sorted lists of spans have in common; the spans of one list must not overlap."""
+    """Return the seconds that lie in spans of both sorted lists; the spans of one list must not overlap."""
     total_s, first, second = 0.0, 0, 0
     while first < len(some) and second < len(others):
         one, other = some[first], others[second]
@@ -242,7 +250,7 @@ def _verdict(
 
 
 def _span(event: dict[str, Any], *counts: str) -> TimeSpan:
-    """Return an event as a span; raise if its stats lack one of these counts."""
+    """Return an event as a span; raise an error if its numbers lack one of `counts`."""
     start_s, args = _seconds(event["ts"]), event["args"]
     return TimeSpan(
         start_s, start_s + _seconds(event["dur"]), {**args, **{name: _count(args[name]) for name in counts}}
@@ -280,7 +288,7 @@ def _ratio(part: float, whole: float) -> float:
 
 
 def write_replay(path: Path, timeline: Timeline, title: str, spell: Callable[[int], str]) -> None:
-    """Write the replay page to a file; `spell` returns the text of a token.
+    """Write a page that replays the timeline in a browser; `spell` returns the text of a token.
 
     Raise `TimelineError` for a timeline without draft trees.
     """
@@ -294,7 +302,7 @@ def write_replay(path: Path, timeline: Timeline, title: str, spell: Callable[[in
 def replay_document(timeline: Timeline, title: str, spell: Callable[[int], str]) -> dict[str, Any]:
     """Return the data of the replay page: steps, waits and verdicts of every target, and the texts of all tokens.
 
-    Raise `TimelineError` for a timeline without draft trees.
+    `spell` returns the text of a token. Raise `TimelineError` for a timeline without draft trees.
     """
     targets = [_target(lane) for lane in timeline.targets if lane.verdicts]
     if not targets:
@@ -321,5 +329,5 @@ def _target(lane: TimelineTarget) -> dict[str, Any]:
 
 
 def _spans(spans: Iterable[TimeSpan], *names: str) -> list[list[float]]:
-    """Return for each span its start, its end and the named stats."""
+    """Return for each span a list: its start and its end in seconds, and the values of `names` in its `args`."""
     return [[round(span.start_s, 5), round(span.end_s, 5), *(span.args[name] for name in names)] for span in spans]

@@ -25,7 +25,7 @@ _AGAIN_S = 15.0  # after this time a stage that still runs is printed again
 
 
 def console_for(as_json: bool) -> Console:
-    """Return the console for people: standard output, or standard error if `--json` uses standard output."""
+    """Return the console for text that people read: standard output or, with `as_json`, standard error."""
     return Console(stderr=as_json)
 
 
@@ -36,12 +36,12 @@ def warn(line: str | None) -> None:
 
 
 def print_json(document: dict[str, Any]) -> None:
-    """Print one JSON document as the last line of standard output."""
+    """Print a JSON dict as one line on standard output; raise `ValueError` if it has a number that is not finite."""
     typer.echo(json.dumps(document, allow_nan=False))
 
 
 def progress_bar(console: Console, takes_output: bool) -> Progress:
-    """Make a progress line that disappears at the end: stage, elapsed time and, if a total is known, bar and count.
+    """Return a progress line that disappears at the end: stage, elapsed time and, if a total is known, bar and count.
 
     With `takes_output`, what Python code prints to standard output and error appears above the line.
     """
@@ -52,14 +52,14 @@ def progress_bar(console: Console, takes_output: bool) -> Progress:
 
 
 class _Bar(BarColumn):
-    """A bar that is empty if the total is unknown."""
+    """A progress column with a bar; blank if the total is unknown."""
 
     def render(self, task: Task) -> Any:
         return super().render(task) if task.total else Text("")
 
 
 class _Count(MofNCompleteColumn):
-    """A count that is empty if the total is unknown."""
+    """A progress column with the count, done/total; blank if the total is unknown."""
 
     def render(self, task: Task) -> Text:
         return super().render(task) if task.total else Text("")
@@ -157,7 +157,7 @@ class ProgressBar:
 
 @contextmanager
 def redirect_output(log_file: Path, stage: str) -> Iterator[Callable[[str], None]]:
-    """Redirect this process's standard output and error to a file; show progress, and yield a function to change it."""
+    """Append this process's standard output and error to a file; show `stage`, and yield a function to show another."""
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
     saved = [os.dup(number) for number in (1, 2)]

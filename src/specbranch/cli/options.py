@@ -178,7 +178,7 @@ _NEAR = 0.82  # similarity, from 0 to 1, above which a flag counts as a typo of 
 
 
 def example(command: str) -> str:
-    """Return an example of a command as the last lines of its help."""
+    """Return the last lines of a command's help: `command`, a command line, under the heading "Example"."""
     return f"Example:\n\n{command}"
 
 
@@ -206,13 +206,19 @@ def check_typos(context: typer.Context, words: list[str]) -> None:
 
 
 def vllm_arguments(context: typer.Context, given: list[str] | None) -> dict[str, Any]:
-    """Return arguments for `vllm.LLM`: those of `--vllm-arg` (`given`), and vLLM's own flags from the command line."""
+    """Return arguments for `vllm.LLM`: those of `--vllm-arg` (`given`), and vLLM's own flags from the command line.
+
+    Raise `UsageError` if a flag looks like a misspelled flag of this command.
+    """
     check_flag_typos(context)
     return {**parse_key_values("--vllm-arg", given), **Flags(context.args).arguments()}
 
 
 def draft_arguments(given: list[str] | None) -> list[str]:
-    """Return the options of `--draft-arg` as command-line words."""
+    """Return the values of `--draft-arg` as command-line words for `specbranch draft`.
+
+    Raise `UsageError` for a value that is not NAME=VALUE, or that sets an option reserved for the calling command.
+    """
     words: list[str] = []
     for one in given or ():
         name, is_pair, value = one.partition("=")
@@ -226,14 +232,17 @@ def draft_arguments(given: list[str] | None) -> list[str]:
 
 
 def remote_draft(addresses: list[str] | None, keys: Path | None) -> RemoteDraft | None:
-    """Return the draft service that `--draft-address` and `--draft-keys` name; None without an address."""
+    """Return the draft services that `--draft-address` and `--draft-keys` name; None without an address.
+
+    Raise `UsageError` for keys without an address.
+    """
     if keys is not None and not addresses:
         raise UsageError("--draft-keys belongs to --draft-address, which is missing")
     return RemoteDraft(normalize_addresses(addresses), keys) if addresses else None
 
 
 def check_directory(option: str, path: Path | None) -> None:
-    """Raise `UsageError` if the directory of a file to write does not exist; `option` is what names the file.
+    """Raise `UsageError` if the directory of a file to write does not exist; `option` is the option for this file.
 
     Commands call this before the work whose result they write.
     """
@@ -242,7 +251,10 @@ def check_directory(option: str, path: Path | None) -> None:
 
 
 def parse_key_values(option: str, given: Sequence[str] | None) -> dict[str, Any]:
-    """Parse KEY=VALUE pairs into a table; values are parsed as JSON if possible, else kept as strings."""
+    """Parse KEY=VALUE pairs into a dict; values are parsed as JSON if possible, else kept as strings.
+
+    Raise `UsageError`, which names `option`, for a text that is not KEY=VALUE.
+    """
     found: dict[str, Any] = {}
     for one in given or ():
         key, is_pair, value = one.partition("=")

@@ -1,4 +1,4 @@
-"""A draft service with a target in this process, and the same answer without drafts for comparison."""
+"""Load a target in this process together with a draft service, and compare an answer with one without drafts."""
 
 from __future__ import annotations
 
@@ -35,10 +35,11 @@ class ModelLoadError(SpecBranchError, RuntimeError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LocalPairOptions:
-    """The target to load, with a draft to start, a draft that runs already, or none.
+    """The target to load, with a draft service to start (`draft`), one that runs already (`remote`), or none.
 
-    `section` holds the proposer's settings without the address, `arguments` are passed to `vllm.LLM`. Without
-    `target_cores` the target is not pinned.
+    `section` holds the proposer's settings without the address, `gamma` is the maximum of draft tokens to verify at
+    once, and `arguments` are passed to `vllm.LLM`. Without `target_cores` the target is not pinned. `timeline` is the
+    file that the draft service will write.
     """
 
     target: str
@@ -78,7 +79,7 @@ class LocalPairOptions:
 
 
 class LocalPair:
-    """A context manager that loads target and draft, with what they print redirected to a log file meanwhile."""
+    """A context manager that loads target and draft; while they load, what they print goes to a log file."""
 
     target: LocalEngine
 
@@ -92,11 +93,11 @@ class LocalPair:
         self.target.configure(self._settings(planner=planner, settings={}))
 
     def use_own_planner(self) -> None:
-        """Return to the planner and settings of the options."""
+        """Switch back to the planner and settings of the options, from the next request on."""
         self.target.configure(self._settings())
 
     def wait_s(self) -> float:
-        """Return how long the target has waited for drafts so far, in seconds."""
+        """Return the seconds that the target waited for drafts since its planner last changed; 0 without a draft."""
         return self.target.proposer_counts().get("wait_s", 0.0) if self._options.is_drafting else 0.0
 
     def __enter__(self) -> LocalPair:
@@ -157,7 +158,10 @@ def shared_cores(options: LocalPairOptions) -> tuple[int, ...] | None:
 def answer_alone(
     options: LocalPairOptions, cores: Sequence[int], prompt: Sequence[int], sampling: Mapping[str, Any]
 ) -> StreamedAnswer:
-    """Load vLLM without a draft in a process of its own on `cores`, and return its answer."""
+    """Load vLLM without a draft in a process of its own on `cores`, and return its answer after a short warm-up.
+
+    `prompt` has the prompt's tokens, `sampling` the arguments of `vllm.SamplingParams`.
+    """
     request = vllm_worker.PromptRequest("", dict(sampling), tokens=list(prompt))
     warm_up = vllm_worker.PromptRequest("", {**sampling, "max_tokens": _WARM_TOKENS}, tokens=list(prompt))
     how = LocalEngineOptions(options.target, None, arguments=options.vllm_arguments())
@@ -171,7 +175,7 @@ def answer_alone(
 
 
 def compare_answers(answer: StreamedAnswer, plain: StreamedAnswer) -> dict[str, Any]:
-    """Return how an answer compares with the answer without drafts (`plain`), as a document.
+    """Compare an answer with the answer without drafts (`plain`), and return a JSON dict.
 
     It has the speedup (None if the speed of `plain` is unknown), whether all tokens are equal, and how many are equal
     from the start.
@@ -203,7 +207,7 @@ def comparison_line(answer: StreamedAnswer, plain: StreamedAnswer, cores: Sequen
 
 
 def _as_answer(said: vllm_worker.DecodedOutput) -> StreamedAnswer:
-    """Convert the output of a target's process into an answer that was streamed step by step."""
+    """Convert the output of a target's process into an answer with one piece for each step."""
     answer, begin = StreamedAnswer(asked_s=0.0), 0
     for (at_s, num_tokens), text in zip(said.steps, said.texts, strict=True):
         tokens = said.tokens[begin : begin + num_tokens]

@@ -1,7 +1,8 @@
 """Checks before any model loads; every command that loads models begins with them.
 
-Names, files, flags, extras, port, memory and vocabularies: each is one check, which raises an error with the cause and
-the way out. A check that could not be made returns the reason, so that it is not reported as passed.
+There are checks of names, files, flags, extras, port, memory and vocabularies. A check that fails raises an error with
+the cause and what to do about it. A check that could not be made returns the reason, so that it is not reported as
+passed.
 """
 
 from __future__ import annotations
@@ -43,18 +44,18 @@ class PreflightFinding:
     cause: str | None = None
 
     def as_json(self) -> dict[str, Any]:
-        """Return the finding as a plain document; `holds` is None for a check that was skipped."""
+        """Return the finding as a JSON dict; `holds` is None for a check that was skipped."""
         holds = None if self.state == "skip" else self.state == "ok"
         return {"check": self.check, "state": self.state, "holds": holds, "cause": self.cause}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Preflight:
-    """The checks before a start of a target, and the options of this start that they read.
+    """The checks before a target is started, and the options of this start that they read.
 
-    `arguments` are for `vllm.LLM`, `flags` for `vllm serve`. The service of `draft` will be started, that of `remote`
-    runs already; without either, vLLM is bare. A server needs a free port. Without `target_cores`, cores are not
-    checked.
+    `arguments` are for `vllm.LLM`, `flags` for `vllm serve`. The draft service of `draft` will be started, that of
+    `remote` runs already; without either, vLLM runs without drafts. With `is_server`, a free port is needed. Without
+    `target_cores`, cores are not checked.
     """
 
     target: str
@@ -82,7 +83,7 @@ class Preflight:
         return PreflightFinding(name, "skip", skipped) if skipped else PreflightFinding(name)
 
     def _checks(self) -> list[tuple[str, Check]]:
-        """Return all checks with their names, the quickest first; a later one may rely on an earlier one."""
+        """Return the checks to run, with their names: the quickest first, each after the checks that it relies on."""
         checks: list[tuple[str, Check]] = [("vLLM", self._check_vllm)]
         if self.flags.words or self.arguments or self.target_cores is not None:
             checks.append(("flags", self._check_flags))
@@ -180,7 +181,7 @@ class Preflight:
 
 
 def _check_draft_command(options: DraftServiceOptions) -> None:
-    """Parse the command line of `specbranch draft`, and raise with its own message if it refuses an option."""
+    """Parse the options as `specbranch draft` does; raise `UsageError` with its message if it refuses an option."""
     app = typer.Typer()
     app.command("draft")(draft_command)
     command = typer.main.get_command(app)

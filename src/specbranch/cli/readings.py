@@ -38,10 +38,12 @@ _HINT = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StatsReading:
-    """What a source reports at one moment: counters since its start, and current values. None means not reported.
+    """What a draft service or vLLM server reports at one moment: counters since its start, and current values.
 
-    The counters are `stats`, `*_steps`, `draft_step_s`, `undrafted` and `faults`. `stats.wait_s` is the time that
-    targets waited, and `target_steps` counts the steps in which they could wait.
+    The counters are `stats`, `*_steps`, `draft_step_s`, `undrafted` (sequences that got no drafts) and `faults` (errors
+    inside SpecBranch). `stats.wait_s` is the time that targets waited for drafts, and `target_steps` counts the steps
+    in which they could wait. A draft step takes `first_row_s` with one row, and `more_row_s` more for each further row.
+    None means not reported.
     """
 
     at_s: float
@@ -79,7 +81,7 @@ def from_overview(overview: Overview, at_s: float) -> StatsReading:
 
 
 def from_metrics(samples: Iterable[MetricSample], at_s: float) -> StatsReading | None:
-    """Convert the samples of a metrics page, read at time `at_s`, to a reading; None if it has no metrics of ours.
+    """Convert the samples of a metrics page, read at time `at_s`, to a reading; None if it has none of our metrics.
 
     The page is vLLM's or that of a draft service.
     """
@@ -183,7 +185,7 @@ def _sums(samples: Iterable[MetricSample], prefix: str) -> dict[str, float]:
 
 @dataclass(frozen=True, slots=True)
 class ReadingSpan:
-    """By how much the counters of a source grew in a time span.
+    """The growth of a source's counters in a time span of `seconds`.
 
     `is_whole`: the span began with the start of the source, so sums are shown instead of rates.
     """
@@ -251,7 +253,7 @@ def _between(now: StatsReading, earlier: StatsReading) -> ReadingSpan:
 
 
 def _tokens(span: ReadingSpan) -> float | None:
-    """Return the tokens per round, including the target's own; None without rounds."""
+    """Return the mean number of tokens per verdict, the target's own token included; None without verdicts."""
     return 1.0 + span.stats.accepted_per_round if span.stats.rounds else None
 
 
@@ -311,7 +313,7 @@ def exit_if_unavailable(address: str, as_json: bool) -> Iterator[None]:
 
 
 class StatsSource(Protocol):
-    """A source of counters: a draft service or a metrics page."""
+    """Interface of a source of counters: a draft service or a metrics page; `name` is shown to the user."""
 
     name: str
 
@@ -325,9 +327,9 @@ class StatsSource(Protocol):
 
 
 def open_source(address: str, keys: Path | None) -> StatsSource:
-    """Return the source for an address: a metrics page for a URL with http, else a draft service.
+    """Return the source for an address: a metrics page for an HTTP URL, else a draft service.
 
-    Raise `UsageError` if `keys` are given for a metrics page.
+    `keys` is the directory of the client's CURVE keys. Raise `UsageError` if it is given for a metrics page.
     """
     if address.startswith(("http://", "https://")):
         if keys is not None:
@@ -337,7 +339,7 @@ def open_source(address: str, keys: Path | None) -> StatsSource:
 
 
 class ServiceSource:
-    """Reads the counters of a draft service by the service's own protocol."""
+    """A draft service as a source of counters, which are read by the service's own protocol."""
 
     def __init__(self, address: str, keys: Path | None) -> None:
         self.name = f"draft service at {address}"
@@ -351,7 +353,7 @@ class ServiceSource:
     def overview(self) -> Overview:
         """Return the service's own figures and settings; raise `ServiceUnavailable` if it does not reply.
 
-        Raise `UsageError` if it is too old to report them.
+        Raise `UsageError` if the service is too old to report its figures.
         """
         reach = self._stats_client.poll(_ANSWER_S)
         if self._stats_client.refusal is not None:

@@ -24,6 +24,7 @@ class Chat:
     """A chat: `read` returns the user's next line, or None at the end; `answer` maps the history to the answer's text.
 
     If `answer` returns None, it rejected the question, which is then dropped from the history. `tell` shows a notice.
+    `system` is the system message, with which every history begins.
     """
 
     def __init__(
@@ -64,14 +65,14 @@ class Chat:
 
 @dataclass(frozen=True, slots=True)
 class TextRun:
-    """A piece of text that was either drafted or not."""
+    """A piece of an answer's text: from accepted draft tokens (`is_drafted`), or from the target's own tokens."""
 
     text: str
     is_drafted: bool
 
 
 class DraftHighlighter:
-    """Splits the text of one answer into drafted and other runs. `decode` turns token ids into text.
+    """A splitter of one answer's text into drafted and other runs. `decode` turns token ids into text.
 
     It decodes tokens one by one, in the context of the tokens before, to count the characters of each. A character that
     several tokens encode counts for the token that completes it. If the engine's text differs from the decoder's,
@@ -175,7 +176,10 @@ class TerminalView:
 
 @dataclass(slots=True)
 class StreamedAnswer:
-    """An answer that arrives in pieces. The first piece ends the prefill; each later one is a round."""
+    """An answer that arrives in pieces. The first piece ends the prefill; each later piece is from one round.
+
+    A round is one step of the target, which accepts some draft tokens, perhaps none, and adds a token of its own.
+    """
 
     asked_s: float
     tokens: list[int] = field(default_factory=list)
@@ -191,7 +195,7 @@ class StreamedAnswer:
     _num_first: int = 0
 
     def take(self, piece: StepOutput, runs: list[TextRun]) -> None:
-        """Record the output of one engine step; `runs` is its text in pieces of one style each. Show nothing yet."""
+        """Add the output of one engine step to the answer, without showing it; `runs` is the text of this output."""
         self.pieces.append((piece.at_s - self.asked_s, runs))
         self.text += piece.text
         self.tokens += piece.tokens
@@ -205,7 +209,7 @@ class StreamedAnswer:
 
     @property
     def decode_s(self) -> float:
-        """Seconds from the first token to the last; 0 before the first."""
+        """Seconds from the first piece to the last; 0 before the first."""
         return self._last_s - self._first_s if self._first_s is not None and self._last_s is not None else 0.0
 
     @property
@@ -215,21 +219,21 @@ class StreamedAnswer:
 
     @property
     def tokens_per_s(self) -> float:
-        """Tokens per second after the first piece, so without the prefill; 0 if there are none."""
+        """Tokens per second after the first piece, so without the prefill; 0 before a second piece."""
         return (len(self.tokens) - self._num_first) / self.decode_s if self.decode_s else 0.0
 
     @property
     def accepted_per_round(self) -> float:
-        """Accepted draft tokens per round."""
+        """Mean number of accepted draft tokens per round, that is, per step of the target; 0 before the first."""
         return self.accepted / self.rounds if self.rounds else 0.0
 
     @property
     def wait_share(self) -> float:
-        """The share of the decoding time in which the target waited for drafts."""
+        """The share of the decoding time in which the target waited for drafts; 0 before `wait_s` is set."""
         return min(1.0, self.wait_s / self.decode_s) if self.decode_s else 0.0
 
     def stats(self) -> str:
-        """Return the stats as one line of text."""
+        """Return one line of text: the answer's length and speed, accepted draft tokens, and the wait for drafts."""
         parts = [f"{len(self.tokens)} tokens", f"{self.tokens_per_s:.1f} tokens/s"]
         if self.first_token_s is not None:
             parts.append(f"first token after {self.first_token_s:.2f} s")
@@ -240,7 +244,7 @@ class StreamedAnswer:
         return " · ".join(parts)
 
     def as_json(self) -> dict[str, Any]:
-        """Return the answer as one JSON object."""
+        """Return the text, tokens, stats and timed pieces of the answer as a JSON dict."""
         names = ("text", "tokens", "tokens_per_s", "first_token_s", "rounds", "accepted", "accepted_per_round")
         pieces = [
             {"at_s": round(at_s, 4), "runs": [[run.text, run.is_drafted] for run in runs]} for at_s, runs in self.pieces

@@ -1,1 +1,1 @@
-"""Check that speculative decoding leaves the output as it is: for vLLM with the plugin, and for any two servers."""
+"""Check that speculative decoding does not change the output: compare our plugin with bare vLLM, or any two servers."""

@@ -1,4 +1,4 @@
-"""A client of OpenAI-compatible servers."""
+"""A client of OpenAI-compatible servers: send requests, read answers and log-probabilities, count draft tokens."""
 
 from __future__ import annotations
 
@@ -41,7 +41,10 @@ class RequestRefused(ServerError):
 
 @dataclass(frozen=True, slots=True)
 class DraftCounts:
-    """How many draft tokens a server has verified (`submitted`) and accepted, since it started or our first request."""
+    """How many draft tokens a server has verified (`submitted`) and accepted.
+
+    They are counted since the server started or since our first request, depending on the server.
+    """
 
     submitted: int = 0
     accepted: int = 0
@@ -67,7 +70,7 @@ class Address:
 
     @property
     def base(self) -> str:
-        """The URL with /v1 at its end; raises `ServerError` if it is no HTTP URL or holds a password."""
+        """The URL with /v1 at its end; raises `ServerError` if it is no HTTP URL or contains a name or password."""
         parts = urlsplit(self.url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ServerError(f"{self.option} is {self.url!r}; give a URL such as http://127.0.0.1:8000")
@@ -99,7 +102,7 @@ class OpenAIServer:
     def ask_all(self, asks: Sequence[PromptRequest], at_once: int, on_done: Callable[[int], None]) -> list[list[Reply]]:
         """Send all requests, at most `at_once` at a time; return each answer's choices, in the order of the requests.
 
-        `on_done` is called with the number of answers so far.
+        `on_done` is called after each answer with the number of answers so far.
         """
         answers = []
         with ThreadPoolExecutor(at_once) as pool:
@@ -250,7 +253,7 @@ def _short(text: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """One choice of an answer.
+    """One choice of an answer: its text and its finish reason.
 
     If the request asked for log-probabilities, `tokens` has the tokens of the text, and `logprobs` has for each of them
     the log-probabilities of the likeliest tokens and of the chosen one.
@@ -266,7 +269,7 @@ class Reply:
 
     @property
     def surprise(self) -> float:
-        """The log-probability of the whole text: the sum over its tokens. (Strictly, surprise is its negative.)"""
+        """The log-probability of the whole text: the sum over its tokens. Strictly, the surprise is its negative."""
         return sum(likely[token] for token, likely in zip(self.tokens, self.logprobs, strict=True))
 
 

@@ -1,4 +1,4 @@
-"""Prompts and sampling cases of the exactness kits."""
+"""The prompts and the sampling features that `specbranch check` sends to engines and servers."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ NUM_CHOICES = 2
 
 
 def greedy_prompts(count: int) -> list[str]:
-    """Return `count` different prompts: the built-in ones, then the same with one more space at the end, and so on."""
+    """Return `count` different prompts: those in `GREEDY`, then the same with one more space at the end, and so on."""
     return [GREEDY[index % len(GREEDY)] + " " * (index // len(GREEDY)) for index in range(count)]
 
 
@@ -87,7 +87,10 @@ class Feature:
     is_seeded: bool = False
 
     def asks(self, num_samples: int, temperature: float = 1.0, sample: int = 0) -> list[PromptRequest]:
-        """Return `num_samples` requests; samples with different numbers (`sample`) share no seeds."""
+        """Return `num_samples` requests of this feature, which make up the sample with the number `sample`.
+
+        Samples with different numbers share no seeds.
+        """
         common = {"temperature": temperature, "max_tokens": self.num_tokens, **self.sampling}
         return [
             PromptRequest(

@@ -61,18 +61,18 @@ class ServerApi(Protocol):
 
     @property
     def model(self) -> str:
-        """The name of the model that answers."""
+        """The name of the model on the server that answers the requests."""
         ...
 
     @property
     def takes(self) -> Sequence[str]:
-        """The paths of the API that the server answers."""
+        """The paths of OpenAI's API that the server answers: `/completions`, `/chat/completions` or both."""
         ...
 
     def ask_all(self, asks: Sequence[PromptRequest], at_once: int, on_done: Callable[[int], None]) -> list[list[Reply]]:
         """Send all requests, at most `at_once` at a time; return each answer's choices, in the order of the requests.
 
-        `on_done` is called with the number of answers so far.
+        `on_done` is called after each answer with the number of answers so far.
         """
         ...
 
@@ -115,7 +115,7 @@ class Comparison:
         return any(finding.result == FAILED for finding in self.findings)
 
     def as_json(self) -> dict[str, Any]:
-        """Return the comparison as a plain document."""
+        """Return the comparison as a JSON dict."""
         return {
             "holds": not self.has_failed,
             "endpoint": dict(self.endpoint),
@@ -127,9 +127,10 @@ class Comparison:
 
 
 def compare(endpoint: ServerApi, reference: ServerApi, options: CompareOptions, listen: Listener) -> Comparison:
-    """Send the same requests to the reference and then to the endpoint, and return findings about the answers.
+    """Send the same requests to the reference and then to the endpoint, and return a comparison of the answers.
 
-    `listen` is called with the progress. Raise `ServerError` if nothing could be compared.
+    `listen` is called with the stage, the number of answers so far and the number of all requests. Raise `ServerError`
+    if nothing could be compared.
     """
     questions = _Questions(endpoint, reference, options, listen)
     before = [server.drafts() for server in (reference, endpoint)]
@@ -173,7 +174,7 @@ class _Questions:
             )
 
     def greedy(self) -> list[Finding]:
-        """Compare the greedy answers to requests sent one at a time and together; return a finding on each.
+        """Compare the greedy answers to requests sent one at a time and sent together; return a finding on each way.
 
         Where answers differ, the reference is asked again, with log-probabilities that may explain the difference. If a
         server gives no answers, return one finding that says why.
@@ -201,7 +202,8 @@ class _Questions:
     def seeds(self) -> list[Finding]:
         """Find out whether a server repeats the same sampled answer if requests have no seed; return a note if so.
 
-        Every request of a sample then gets a seed, because samples must be independent.
+        Every request of a sample then gets a seed, because samples must be independent. Return an empty list if neither
+        server repeats itself.
         """
         asks = REPEATED.asks(_NUM_REPEATS)
         answers = self._both("seeds", dict.fromkeys(self._servers, asks), self._options.at_once)
@@ -213,9 +215,10 @@ class _Questions:
         return [unasked("seeds", NOTE, says)] if repeating else []
 
     def sampled(self, number: int, feature: Feature) -> Sampled | Finding:
-        """Sample the prompt of a feature many times from both servers; return the answers, or why there are none.
+        """Sample the prompt of a feature many times from both servers, and return the answers.
 
-        `number` counts the features, so that no two of them share seeds.
+        If there are no answers, return a finding that says why. `number` is the feature's index, from which its seeds
+        are made, so that no two features share seeds.
         """
         feature = replace(feature, is_seeded=feature.is_seeded or self._is_seeded)
         count, first = self._num_requests(feature), number * len(self._servers)
@@ -227,7 +230,7 @@ class _Questions:
         return Sampled(feature.name, *answers, drafts=_grown(before, self._servers["endpoint"].drafts()))
 
     def _num_requests(self, feature: Feature) -> int:
-        """Return how many requests to send for a feature, so that the choices of all answers make up one sample."""
+        """Return how many requests to send for a feature: those that give `num_samples` choices, but at least 2."""
         return max(2, self._options.size.num_samples // int(feature.sampling.get("n", 1)))
 
     def _both(
@@ -266,9 +269,9 @@ class _Questions:
         )
 
     def _is_chat(self, ask: PromptRequest) -> bool:
-        """Return whether to send a request to the chat API rather than to completions.
+        """Return whether to send a request to `/chat/completions` rather than to `/completions`.
 
-        Requests with a JSON schema go to the chat API and all others to completions, unless a server lacks that path.
+        Requests with a JSON schema go to the former and all others to the latter, unless a server lacks that path.
         """
         first = CHAT if ask.schema is not None else COMPLETIONS
         return (first if first in self._takes else self._takes[0]) == CHAT
@@ -290,9 +293,10 @@ class _Questions:
 
 
 def _properties(samples: Mapping[str, Sampled]) -> list[Finding]:
-    """Return findings on properties that every single answer must have, such as JSON that parses.
+    """Return findings on properties that every single answer must have, for example that its JSON parses.
 
-    `samples` are by the name of their feature; a property whose feature was not sampled is left out.
+    `samples` has the sampled answers by the name of their feature; a property whose feature was not sampled is left
+    out.
     """
     return [
         *_property(

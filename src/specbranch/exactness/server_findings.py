@@ -1,4 +1,7 @@
-"""Findings from the answers of two servers: where greedy answers differ, and whether samples are alike. Pure."""
+"""Findings from the answers of two servers: where greedy answers differ, and whether samples are alike.
+
+The functions are pure: they send no requests.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ _RARE = 5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Greedy:
-    """Greedy answers of both servers to requests sent one at a time, and to requests sent together.
+    """Greedy answers of both servers to requests sent one at a time, and to the same requests sent together.
 
     For prompts whose answers differ, `explained` has one more answer of the reference, with log-probabilities, by the
     prompt's index.
@@ -52,7 +55,7 @@ class Greedy:
 class Sampled:
     """The answers of both servers to the requests of one sampling feature.
 
-    `drafts` counts the endpoint's draft tokens meanwhile; None if it does not report them.
+    `drafts` counts the endpoint's draft tokens during these requests; None if the endpoint does not report them.
     """
 
     name: str
@@ -63,9 +66,10 @@ class Sampled:
 
 @dataclass(frozen=True, slots=True)
 class _Difference:
-    """A greedy answer that differs from the answer with which it is compared.
+    """A greedy answer that differs from the answer with which it is compared, both to the prompt at `index`.
 
-    The texts from `character` on are `was` and `became`. `parting` is the token where they differ; None if unknown.
+    From the index `character` on, where the texts differ first, the text is `became` instead of `was`. `parting` is the
+    token where the answers differ; None if it is not known.
     """
 
     index: int
@@ -101,7 +105,7 @@ def greedy_equality(greedy: Greedy, tie: float) -> Finding:
 def greedy_together(greedy: Greedy, at_once: int, tie: float) -> Finding:
     """Return a finding on whether the endpoint's greedy answers stay the same if `at_once` requests are sent together.
 
-    They may differ within `tie`, as in `greedy_equality`.
+    An answer may differ at a token that the reference preferred by at most `tie`, as in `greedy_equality`.
     """
     found = _differences(greedy, greedy.endpoint, greedy.endpoint_together)
     return _greedy_finding(f"greedy, {at_once} at once", "endpoint : the same one at a time", greedy, found, tie)
@@ -110,8 +114,8 @@ def greedy_together(greedy: Greedy, at_once: int, tie: float) -> Finding:
 def same_distribution(samples: Sequence[Sampled], alpha: float, rng: np.random.Generator) -> list[Finding]:
     """Test whether both servers sample from one distribution; return a finding for each feature, and one for all.
 
-    The probability of any false alarm is at most `alpha`. If both servers give log-probabilities, those of the texts
-    are compared, else the texts themselves.
+    The probability of any false alarm is at most `alpha`. If both servers give log-probabilities, the means of the
+    texts' log-probabilities are compared, else the texts themselves.
     """
     *compared, together = compare_all([_pair(one) for one in samples], alpha, rng, together=True)
     findings = [
@@ -163,9 +167,9 @@ def drafting(reference: DraftCounts | None, endpoint: DraftCounts | None) -> Fin
 
 
 def unasked(name: str, result: str, says: str, message: str | None = None) -> Finding:
-    """Return a finding without figures, as for a check that could not be made.
+    """Return a finding without figures, for example on a check that could not be made.
 
-    `says` gives the reason, and `message` the server's error message.
+    `name` and `result` are those of the finding, `says` gives the reason, and `message` the server's error message.
     """
     return Finding(name=name, compared="", n=0, result=result, says=says, details=[message] if message else ())
 
@@ -204,7 +208,7 @@ def _differences(greedy: Greedy, ones: Sequence[Reply], others: Sequence[Reply])
 
 
 def _excerpt(reply: Reply, character: int) -> str:
-    """Return the characters of an answer from index `character` on, or, if it ends there, its finish reason."""
+    """Return some characters of an answer from index `character` on, or its finish reason if the answer ends there."""
     return reply.text[character : character + _EXCERPT_LEN] or f"(end: {reply.finish_reason})"
 
 
@@ -241,9 +245,10 @@ def _pair(sampled: Sampled) -> Outcomes | LogprobMeans:
 
 
 def _outcomes(answers: Answers) -> list[str]:
-    """Return one choice of each answer as a string: the first of one answer, the second of the next, and so on.
+    """Return one choice of each answer as a string: choice 0 of the first answer, choice 1 of the second, and so on.
 
-    Each string also holds the finish reason and whether all choices of the answer are equal.
+    After the last choice it begins again with choice 0. So each answer counts once, and all choices are tested. Each
+    string also holds the finish reason and whether all choices of the answer are equal.
     """
     return [_outcome(replies[number % len(replies)], replies) for number, replies in enumerate(answers)]
 
@@ -275,7 +280,7 @@ def _distribution_finding(name: str, n: int, compared: Compared, alpha: float, d
 
 @dataclass(frozen=True, slots=True)
 class TokenDivergence:
-    """The position where two answers differ, with the token of the reference and of the other answer.
+    """The position of the token where two answers differ, with the tokens of the reference and of the other answer.
 
     `gap` is by how much the reference preferred its own token, in log-probability; with `is_least` it is a lower
     bound, because the reference did not report the other token.
@@ -293,10 +298,10 @@ class TokenDivergence:
 
 
 def find_divergence(reference: Reply, other: Reply) -> TokenDivergence | None:
-    """Return the token where the other text leaves the reference's; None if no reported token explains the difference.
+    """Return the token where the other text departs from the reference's; None if no reported token explains that.
 
     Only the reference needs log-probabilities. The tokens of the other text are not known, and one token can be a
-    prefix of another, so there may be several explanations: the one with the smallest gap is returned.
+    prefix of another, so there may be several explanations: the token with the smallest gap is returned.
     """
     at = 0
     found: list[TokenDivergence] = []
@@ -318,13 +323,13 @@ def find_divergence(reference: Reply, other: Reply) -> TokenDivergence | None:
 
 
 def first_difference(one: str, other: str) -> int:
-    """Return the index of the first character where two texts differ, or the shorter length if there is none."""
+    """Return the index of the first character where two texts differ; if there is none, the length of the shorter."""
     shortest = min(len(one), len(other))
     return next((at for at in range(shortest) if one[at] != other[at]), shortest)
 
 
 def _leads(token: str, here: str, there: str) -> bool:
-    """Return whether a token continues the other text (its rest is `there`) but not the reference's (`here`)."""
+    """Return whether a token continues the other text, whose rest is `there`, but not the reference's, `here`."""
     return token != "" and there.startswith(token) and not here.startswith(token)
 
 
@@ -334,10 +339,10 @@ def _ends(token: str) -> bool:
 
 
 def group_by_prefix(ones: Sequence[str], others: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Replace each text by its longest prefix that enough texts of both samples share, and return both samples.
+    """Return both samples with each text replaced by its longest prefix that enough texts have in common.
 
-    The prefixes depend on the pooled texts only, which a permutation does not change, so a permutation test stays
-    exact.
+    Texts of both samples count together. So the prefixes depend on the pooled texts only, which a permutation does not
+    change, and a permutation test stays exact.
     """
     pooled = [*ones, *others]
     enough = max(_RARE, len(pooled) // _MAX_CELLS)

@@ -1,4 +1,4 @@
-"""Exact two-sample tests, their correction for many tests, and their power. Pure: NumPy and a given `rng`.
+"""Exact two-sample tests, their correction for many tests, and their power; all chance comes from a given `rng`.
 
 All tests are permutation tests. If both samples come from one distribution, every way to divide the pooled values into
 two samples is equally likely, whatever the distribution; so P(p-value <= level) <= level holds exactly, for every size.
@@ -36,8 +36,8 @@ class Test:
 class Compared:
     """The result of comparing two samples of one feature; `what` names the quantity that was compared.
 
-    `p_value` is corrected for all tests of a report, unlike that of `test`. `shift` is the least total-variation
-    distance that the test detects; None for tests of means.
+    `p_value` is corrected for the number of tests in a report; the p-value in `test` is not. `shift` is the least
+    total-variation distance that the test detects; None for tests of means.
     """
 
     what: str
@@ -80,7 +80,7 @@ def compare_all(
     """Test each pair of samples and return the results in order; any false alarm has probability `alpha` at most.
 
     `together` adds a last test of all pairs, which must then be independent of each other: a shift that is too small
-    for one test to detect can show in many of them.
+    for the test of one pair can show in the tests of many pairs.
     """
     level = alpha / (len(pairs) + together)
     tested = [pair.compared(level, rng) for pair in pairs]
@@ -92,7 +92,7 @@ def compare_all(
 
 
 def count_pairs(one: Sequence[Hashable], other: Sequence[Hashable], rare: int = _RARE) -> tuple[Ints, Ints]:
-    """Return how often each value occurs in either sample; merge rare values into one.
+    """Return how often each value occurs in the first sample, and how often in the second; merge rare values into one.
 
     A value is rare if both samples together have it fewer than `rare` times. The merging depends on the pooled values
     only, which a permutation does not change, so the test stays exact.
@@ -121,7 +121,8 @@ def chi_square(ones: Ints, others: Ints) -> Floats:
 def compare_counts(ones: Ints, others: Ints, level: float, rng: np.random.Generator) -> Test:
     """Test at significance `level` whether two samples, given as counts of values, come from one distribution.
 
-    The statistic is chi-square. It is compared with those of random permutations, or of all tables if they are few.
+    The statistic is chi-square. It is compared with the statistics of random permutations, or with those of all
+    possible tables of counts if these are few.
     """
     observed = float(chi_square(ones, others))
     pooled, size = ones + others, int(ones.sum())
@@ -138,7 +139,7 @@ def compare_counts(ones: Ints, others: Ints, level: float, rng: np.random.Genera
 def compare_means(ones: Floats, others: Floats, level: float, rng: np.random.Generator) -> Test:
     """Test at significance `level` whether two samples of numbers come from one distribution.
 
-    The statistic is the distance of the means; it is compared with those of random permutations.
+    The statistic is the distance of the means; it is compared with the distances after random permutations.
     """
     pooled = np.concatenate([ones, others])
     centred = pooled - pooled.mean()
@@ -161,7 +162,10 @@ def draws_for(level: float) -> int:
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
-    """Return p-values adjusted for many tests: rejecting those <= level has P(any false alarm) <= level (Holm 1979)."""
+    """Return p-values adjusted for the number of tests (Holm 1979).
+
+    If every test whose adjusted p-value is at most x is rejected, P(any false alarm) <= x.
+    """
     order = sorted(range(len(p_values)), key=lambda index: p_values[index])
     adjusted, largest = [0.0] * len(p_values), 0.0
     for rank, index in enumerate(order):
@@ -171,7 +175,10 @@ def holm(p_values: Sequence[float]) -> list[float]:
 
 
 def combine_p_values(p_values: Sequence[float]) -> float:
-    """Combine independent p-values into one (Fisher 1932): P(product of as many uniform numbers <= their product)."""
+    """Combine independent p-values into one (Fisher 1932), and return it.
+
+    It is the probability that the product of as many uniform random numbers is at most the product of the p-values.
+    """
     product = math.prod(p_values)
     term, tail = 1.0, 0.0
     for rank in range(len(p_values)):
@@ -183,8 +190,9 @@ def combine_p_values(p_values: Sequence[float]) -> float:
 def detectable_shift(ones: Ints, others: Ints, critical: float, rng: np.random.Generator, power: float = 0.9) -> float:
     """Return the least total-variation distance that `compare_counts` detects with this power; 1.0 if it detects none.
 
-    The distance is simulated, to 0.01, for the pooled distribution and for the shift that is hardest to detect: mass
-    moved evenly from one half of the distribution to the other half. `critical` is the least significant statistic.
+    The distance is simulated, in steps of 0.01, for the pooled distribution and for the shift that is hardest to
+    detect: mass moved evenly from one half of the distribution to the other half. `critical` is the smallest statistic
+    that is significant.
     """
     distribution = (ones + others) / (ones + others).sum()
     sizes = int(ones.sum()), int(others.sum())
@@ -215,7 +223,8 @@ def shifted(distribution: Floats, distance: float) -> Floats:
 def tables(pooled: Sequence[int], size: int) -> Iterator[tuple[tuple[int, ...], int]]:
     """Yield every way to divide the pooled values into a first sample of `size` and the rest.
 
-    `pooled` has the count of each value. Each result is the counts in the first sample, and how many draws give them.
+    `pooled` has the count of each value. Each result has the counts of the values in the first sample, and the number
+    of draws that give these counts.
     """
     if not pooled:
         if size == 0:
@@ -252,7 +261,7 @@ def _sampled_statistics(pooled: Ints, size: int, num_draws: int, rng: np.random.
 def _test_by_sampling(null: Floats, observed: float, level: float) -> Test:
     """Return the test of the observed statistic against `null`, the statistics of random permutations.
 
-    The observed one counts as one of them (Phipson and Smyth 2010).
+    The observed statistic counts as one more permutation (Phipson and Smyth 2010).
     """
     as_extreme = int((null >= observed - _ROUNDING).sum())
     allowed = math.floor(level * (1 + len(null))) - 1

@@ -45,7 +45,10 @@ Listener = Callable[[str, int | None, int | None], None]  # stage, requests done
 
 @dataclass(frozen=True, slots=True)
 class CheckSize:
-    """How many requests to decode, and how long greedy outputs are; more samples detect smaller differences."""
+    """How many requests of each kind to decode, and the maximum of tokens in a greedy output.
+
+    More samples detect smaller differences of distributions.
+    """
 
     num_prompts: int = 32
     num_tokens: int = 40
@@ -60,8 +63,8 @@ FULL, QUICK = CheckSize(), CheckSize(8, 24, 64, 8)
 class CheckOptions:
     """The options of a check: target and draft, how to serve them, and how much to decode.
 
-    `alpha` is the probability of a false alarm in the whole report. `wrong_temperature` makes the samples with the
-    proposer wrong on purpose, to test the check itself.
+    `alpha` is the probability of a false alarm in the whole report. `arguments` are passed to `vllm.LLM`.
+    `wrong_temperature` makes the samples with the proposer wrong on purpose, to test the check itself.
     """
 
     target: str
@@ -105,7 +108,7 @@ class Report:
         return any(finding.result == FAILED for finding in self.findings)
 
     def as_json(self) -> dict[str, Any]:
-        """Return the report as a plain document."""
+        """Return the report as a JSON dict."""
         options = self.options
         return {
             "holds": not self.has_failed,
@@ -130,8 +133,9 @@ class Report:
 def check(options: CheckOptions, listen: Listener) -> Report:
     """Start the draft service, then four engines one after the other, and return a report on their outputs.
 
-    Exact equality is tested where the batch does not change the rounding, or hardly does: with vLLM's batch-invariant
-    kernels, or in float32 on devices without them. Distributions are tested as the model is served.
+    The first two engines test exact equality. They use vLLM's batch-invariant kernels, with which a batch does not
+    change the rounding, or float32 on devices without such kernels, where it hardly does. The last two test
+    distributions, in the data type in which the model is served. `listen` is called with the progress.
     """
     load_planners()
     with contextlib.ExitStack() as stack:
@@ -152,7 +156,7 @@ def check(options: CheckOptions, listen: Listener) -> Report:
 
 @dataclass(frozen=True, slots=True)
 class _Stage:
-    """One engine, and the results of its jobs by name."""
+    """What one engine has done: the engine's properties, and the results of its jobs by name."""
 
     engine: Engine
     done: Mapping[str, DecodeResult]
@@ -238,9 +242,11 @@ def _sampled_run(asks: list[PromptRequest], settings: ProposerSettings | None, f
 def _run(
     asks: list[PromptRequest], batch: int, settings: ProposerSettings | None, **planner_settings: Any
 ) -> DecodeJob:
-    """Return a job for bare vLLM, or for the proposer with `settings`, in which `planner_settings` are set.
+    """Return a job that decodes `asks`, at most `batch` at a time (0: all), in bare vLLM or with the proposer.
 
-    In a job with drafts the target waits for them, because short outputs would otherwise end before the first draft.
+    `settings` are the proposer's; None for bare vLLM. `planner_settings` are the planner's; names of settings that it
+    does not have are ignored. In a job with drafts the target waits for them, because short outputs would otherwise end
+    before the first draft.
     """
     if settings is None:
         return DecodeJob(asks, batch)

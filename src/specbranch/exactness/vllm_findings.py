@@ -1,4 +1,7 @@
-"""Findings from the outputs of bare vLLM and of vLLM with the proposer. Pure; each function returns one kind."""
+"""Findings from the outputs of bare vLLM and of vLLM with the proposer.
+
+The functions are pure: they take the results of finished runs.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ LOGPROB_TOLERANCE = 1e-3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """One line of the report: the result of a check of `n` answers or tokens, and its explanation (`says`).
+    """One line of the report: the result of a check of `n` answers or tokens, and the explanation in `says`.
 
     `figures` holds numbers for programs, and `details` further lines of text.
     """
@@ -56,7 +59,7 @@ class Divergence:
 
 
 def divergences(bare: Sequence[DecodedOutput], other: Sequence[DecodedOutput]) -> list[Divergence]:
-    """Return the first difference of every pair of outputs that differ."""
+    """Return the first difference of every pair of outputs that differ; `bare` and `other` are for the same prompts."""
     found = []
     for index, (one, two) in enumerate(zip(bare, other, strict=True)):
         if one.tokens == two.tokens:
@@ -97,7 +100,10 @@ def greedy_equality(name: str, asks: Sequence[PromptRequest], bare: DecodeResult
 
 
 def logprob_agreement(bare: DecodeResult, other: DecodeResult) -> Finding:
-    """Return a finding on whether chosen tokens have the log-probabilities with the proposer that bare vLLM reports."""
+    """Return a finding on whether chosen tokens have the same log-probabilities in bare vLLM and with the proposer.
+
+    Tokens after the first difference of two outputs are not compared.
+    """
     missing, largest, num_compared = 0, 0.0, 0
     for one, two in zip(bare.answers, other.answers, strict=True):
         missing += _num_missing(one) + _num_missing(two)
@@ -154,8 +160,8 @@ def same_distribution(
 ) -> list[Finding]:
     """Return findings on whether outputs with the proposer follow the distribution of bare vLLM.
 
-    Each feature is a name, the bare run, and the run with the proposer. The probability of any false alarm is at most
-    `alpha`.
+    Each of `features` is a name, the run of bare vLLM, and the run with the proposer. The probability of any false
+    alarm is at most `alpha`.
     """
     named: list[tuple[str, DecodeResult, Outcomes | LogprobMeans]] = []
     for name, bare, other in features:
@@ -239,12 +245,12 @@ def _distribution_finding(name: str, other: DecodeResult, compared: Compared, al
 
 
 def noticeable(shift: float) -> str:
-    """Return a phrase on the least shift (total-variation distance) that a test detects; 1 means none."""
+    """Return a phrase on the least shift (total-variation distance) that a test detects; with 1 it detects none."""
     return f"would notice a shift of {shift:.2f}" if shift < 1 else "too few samples to notice any shift"
 
 
 def figures_of(compared: Compared) -> dict[str, Any]:
-    """Return a test's uncorrected p-value, statistic and detectable shift as a plain document."""
+    """Return a test's uncorrected p-value, statistic and detectable shift as a JSON dict."""
     test = compared.test
     return {"raw_p_value": test.p_value, "statistic": test.statistic, "noticed_shift": compared.shift}
 
@@ -268,9 +274,9 @@ def _surprises(done: DecodeResult) -> list[float]:
 
 
 def _checked(other: DecodeResult, result: str, says: str) -> tuple[str, str]:
-    """Return a finding's result and explanation, changed to a failure if no draft token was accepted in the run.
+    """Return a finding's result and explanation; make it a failure if no draft token was accepted in the run.
 
-    Such a run has checked nothing.
+    A run without accepted draft tokens has checked nothing.
     """
     if not other.accepted:
         return FAILED, f"nothing was checked: no draft token accepted in {other.attempts} attempts ({says})"
@@ -280,7 +286,7 @@ def _checked(other: DecodeResult, result: str, says: str) -> tuple[str, str]:
 def _checked_undrafted(other: DecodeResult, result: str, says: str) -> tuple[str, str]:
     """Return a finding's result and explanation for requests that must get no drafts.
 
-    They are changed to a failure if any draft token was verified.
+    Make it a failure if any draft token was verified.
     """
     if other.submitted:
         return FAILED, f"such requests must get no drafts ({says})"
@@ -299,7 +305,8 @@ def _num_missing(answer: DecodedOutput) -> int:
 def _gap(answer: DecodedOutput, position: int, token: int | None, other: int | None) -> float | None:
     """Return by how much `token` was preferred to `other` in log-probability; a lower bound if `other` is not reported.
 
-    Return None if an output has ended at this position, or if the log-probability of `token` is not reported.
+    `answer` is the output of bare vLLM, which chose `token`. Return None if an output has ended at this position, or if
+    the log-probability of `token` is not reported.
     """
     if token is None or other is None or position >= len(answer.logprobs):
         return None

@@ -1,1 +1,1 @@
-"""H-RAD: predict from target features how much of a draft is accepted; its examples and its training."""
+"""H-RAD, a network that predicts from the target's hidden states how much of a draft is accepted, and its training."""

@@ -1,8 +1,9 @@
 """Collect H-RAD's training examples from a pair of models; store and read them.
 
-A position is a token that the target generated. Its features are the hidden states at the position that predicted it,
-and its own embedding; its run is how many consecutive top-1 tokens of the draft after it were right. On the target's
-sequence that equals drafting a window and comparing it: a greedy draft leaves the sequence only where it is rejected.
+There is one example for each token that the target generated. Its features are the target's hidden states that
+predicted this token, and the embedding of the token. Its run is the number of draft tokens accepted after it, counted
+without drafting: how many of the target's next tokens, without a gap, are the draft's most likely ones. That equals
+drafting a window and comparing it, because a greedy draft departs from the target's sequence only where it is rejected.
 
 Features cost no extra step: they are kept while the target generates the token. Each batch is written to disk as one
 part, so an interrupted collection continues where it stopped.
@@ -32,7 +33,7 @@ SPLITS = ("train", "held-out", "test")
 _SPLIT_OF = ("test", "held-out", "train", "train", "train", "test", "train", "train")
 
 Array = NDArray[Any]
-CollectProgress = Callable[[int, int], None]
+CollectProgress = Callable[[int, int], None]  # parts done, all parts
 _TOP_K = 10
 _TRACE_SUFFIX = ".jsonl.gz"
 _ATTENTION = "specbranch-collect"  # our name in the attention registries of Transformers
@@ -41,7 +42,7 @@ _DISTRIBUTIONS_AT_ONCE = 8  # answers; a distribution over a large vocabulary ne
 
 
 class ExamplesError(SpecBranchError, ValueError):
-    """A directory holds no examples, or none that can be used for what was asked."""
+    """A directory holds no examples, or its examples cannot be used for what was asked."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,10 +62,11 @@ class ExamplesCard:
 
 @dataclass(frozen=True, slots=True)
 class Examples:
-    """Training examples as columns of equal length, with one row per position.
+    """Training examples as columns of equal length, with one row for each position, which is a token of an answer.
 
-    `left` is the number of tokens after the position. Where `runs` equals it, the end of the answer ended the run.
-    `distributions` has the draft's confidence, second probability and entropy for the token after the position.
+    `runs` has the number of draft tokens accepted after the position, and `left` the number of tokens after it: where
+    both are equal, the answer's end ended the run. `distributions` describes the draft's distribution of the token
+    after the position: the two highest probabilities, and the entropy in nats.
     """
 
     card: ExamplesCard
@@ -79,12 +81,15 @@ class Examples:
         return len(self.runs)
 
     def take(self, chosen: Array | slice) -> Examples:
-        """Return the examples that `chosen`, an array of indices, a mask or a slice, selects."""
+        """Return the examples that `chosen` selects: an array of indices, a mask or a slice."""
         rows = ("features", "distributions", "runs", "left", "tasks", "prompts")
         return replace(self, **{name: getattr(self, name)[chosen] for name in rows})
 
     def settled(self, window: int) -> Examples:
-        """Return the examples without those so near the end of an answer that the outcome of a window is unknown."""
+        """Return the examples for which it is known how much of a window was accepted.
+
+        Left out are positions where the answer ends within the window, with all its tokens accepted up to there.
+        """
         return self.take((self.runs < self.left) | (self.left >= window))
 
     def split(self, name: str) -> Examples:
@@ -111,7 +116,10 @@ def name_of(text: str) -> int:
 
 
 def positions(answer: Answer) -> tuple[Array, Array, Array]:
-    """Return the columns `distributions`, `runs` and `left` of `Examples` for an answer, without its last token."""
+    """Return the columns `distributions`, `runs` and `left` of `Examples` for an answer.
+
+    The last token of the answer has no row, because no token follows it.
+    """
     nexts = answer.distributions[1:]
     looks = [[float(one.probs[0]), float(one.probs[1]) if len(one.probs) > 1 else 0.0, one.entropy] for one in nexts]
     left = np.arange(len(nexts), 0, -1, dtype=np.int32)
@@ -172,7 +180,7 @@ def read_examples(directories: Sequence[Path]) -> Examples:
 
 
 def read_answers(directory: Path) -> list[tuple[str, int, Answer]]:
-    """Return the answers of a collection in the order of its examples, each as task, prompt's hash and answer.
+    """Return the answers of a collection in the order of its examples, as tuples of task, hash of the prompt, answer.
 
     Answers of one token are left out, because they have no examples.
     """
@@ -192,7 +200,10 @@ def read_answers(directory: Path) -> list[tuple[str, int, Answer]]:
 
 @dataclass(frozen=True, slots=True)
 class CollectOptions:
-    """Which pair to collect from, how many of the target's last layers are features, and how to sample the answers."""
+    """The options of a collection: the pair, and how its answers are generated.
+
+    `num_layers` is how many of the target's last layers become features, `batch` how many prompts are answered at once.
+    """
 
     target: str
     draft: str
@@ -207,7 +218,7 @@ class CollectOptions:
 
 @dataclass(frozen=True, slots=True)
 class PromptTokens:
-    """A prompt: the index of its task, the hash of its text (`name`), and its tokens as a chat."""
+    """A prompt: the index of its task, the hash of its text (`name`), and its tokens in the model's chat template."""
 
     task: int
     name: int
@@ -216,7 +227,7 @@ class PromptTokens:
 
 @dataclass(frozen=True, slots=True)
 class _TargetAnswer:
-    """The tokens of an answer, and the features of each of them, [tokens, d_in]."""
+    """The tokens of an answer, and the features of each token, [tokens, d_in]."""
 
     tokens: list[int]
     features: Any
@@ -227,7 +238,7 @@ def collect(
 ) -> None:
     """Generate answers to all messages, given by task, and write their examples and traces to the directory `out`.
 
-    Parts that exist already are kept. `on_progress` is called with the number of parts done and of all parts.
+    Parts that exist already are kept. `on_progress` is called with the number of finished parts and of all parts.
     """
     import torch
 
@@ -257,9 +268,9 @@ def collect(
 
 
 def _dtype(device: str) -> Any:
-    """Return bfloat16, or float32 if this CPU can only emulate bfloat16.
+    """Return the data type for both models: bfloat16, or float32 on a CPU that can only emulate bfloat16.
 
-    Decided without timing, because a resumed collection must use the same type.
+    The choice does not depend on timing, because a resumed collection must use the same type.
     """
     import torch
 
@@ -268,9 +279,9 @@ def _dtype(device: str) -> Any:
 
 
 def share_keys(model: Any) -> None:
-    """Change the model's attention: in steps of one token, compute all query heads of one key head together.
+    """Make steps of one token faster: change the model's attention to compute all query heads of a key head together.
 
-    Otherwise, with padding, Transformers copies the keys for each query head, which takes most of a step.
+    Otherwise, with padding, Transformers copies the keys for each query head, which takes most of a step's time.
     """
     from torch.nn.functional import scaled_dot_product_attention
     from transformers import AttentionInterface, AttentionMaskInterface
@@ -294,7 +305,7 @@ def share_keys(model: Any) -> None:
 def groups_of(tokenizer: Any, messages: Mapping[str, Sequence[str]], size: int) -> list[list[PromptTokens]]:
     """Return the messages, given by task, as tokenized chats in groups of at most `size` prompts of similar length.
 
-    Such groups need little padding; a group of long prompts is smaller.
+    Such groups need little padding. A group of long prompts has fewer prompts, to limit memory.
     """
     asked = []
     for task, texts in enumerate(messages.values()):
@@ -360,13 +371,13 @@ def _choose(logits: Any, temperature: float) -> Any:
 
 
 def end_ids(target: Any, tokenizer: Any) -> set[int]:
-    """Return the ids of the tokens that end an answer, by the model and by the tokenizer."""
+    """Return the ids of the tokens that end an answer: those of the model's generation settings and the tokenizer's."""
     ends = target.generation_config.eos_token_id
     return {tokenizer.eos_token_id, *(ends if isinstance(ends, list) else [ends])}
 
 
 def _read_over(draft: Any, group: Sequence[PromptTokens], said: Sequence[_TargetAnswer], device: str) -> list[Answer]:
-    """Run the draft over the target's answers, and return them with the draft's distribution for every token."""
+    """Run the draft over the target's answers, and return these with the draft's distribution for every token."""
     import torch
 
     answers = []

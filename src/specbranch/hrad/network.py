@@ -1,7 +1,7 @@
 """H-RAD at run time: a small trained network that predicts from target features how much of a window is accepted.
 
-It needs NumPy only; training is elsewhere. A trained predictor is a directory with `hrad.safetensors` and `card.json`,
-and only this file knows their format.
+It needs NumPy only; `hrad/training.py` trains it. A trained predictor is a directory with `hrad.safetensors` and
+`card.json`, and only this file knows their format.
 
 The input for a sequence: the hidden states of the target's last K layers at the position that predicted the newest
 token, oldest layer first and the last one after the final norm (`hidden_states[-K:]` in Transformers), then the
@@ -36,7 +36,10 @@ class HradError(SpecBranchError, ValueError):
 
 
 class HradCard(msgspec.Struct, frozen=True):
-    """What a predictor was trained for: the pair of models, the target's hidden states, the length of a window."""
+    """What a predictor was trained for: the pair of models, the target's hidden states, the length of a window.
+
+    It was trained on `positions` examples, by the code of `commit`.
+    """
 
     format: str
     version: int
@@ -51,14 +54,15 @@ class HradCard(msgspec.Struct, frozen=True):
 
     @property
     def d_in(self) -> int:
-        """Length of the input: K hidden states and one embedding."""
+        """Length of the input of one sequence: K hidden states and one embedding."""
         return (self.num_layers + 1) * self.hidden_len
 
 
 class Hrad:
-    """The trained network, which predicts a signal from the target's features: two hidden layers and an output head.
+    """The trained network, which predicts from the target's features whether none, some or all of a window is accepted.
 
-    A second head, for the probabilities that 1, 2, 3 ... tokens are accepted, helps training; only evaluation reads it.
+    It has two hidden layers and an output head. A second head, for the probabilities that 1, 2, 3 ... tokens are
+    accepted, helps training; only evaluation reads it.
     """
 
     def __init__(self, tensors: Mapping[str, _Array], card: HradCard) -> None:
@@ -75,9 +79,10 @@ class Hrad:
     def predict(
         self, features: _Array, product: Callable[[_Array, _Array], _Array] = np.matmul
     ) -> list[AcceptanceHint]:
-        """Return for each of n sequences how much of its window will be accepted; `features` is [n, d_in] float32.
+        """Predict for each of n sequences how much of its window will be accepted; `features` is [n, d_in] float32.
 
-        `product` multiplies matrices; a process that limits its threads can pass its own.
+        `product` multiplies matrices; a process that limits its threads can pass a function of its own. Raise
+        `HradError` if the features have another shape, or are not finite.
         """
         if features.ndim != 2 or features.shape[1] != self.d_in:
             raise HradError(f"features of shape {list(features.shape)}; the predictor takes [n, {self.d_in}]")
@@ -91,12 +96,15 @@ class Hrad:
 def class_logits(
     tensors: Mapping[str, _Array], inputs: _Array, product: Callable[[_Array, _Array], _Array] = np.matmul
 ) -> _Array:
-    """Return the logits of the three signals (none, some, all), [n, 3]; `product` multiplies matrices."""
+    """Return the logits of the three signals (none, some, all), [n, 3], for `inputs` [n, d_in].
+
+    `product` multiplies matrices.
+    """
     return product(_hidden(tensors, inputs, product), tensors["w_class"]) + tensors["b_class"]
 
 
 def survival(tensors: Mapping[str, _Array], inputs: _Array) -> _Array:
-    """Return the probabilities that at least 1, 2, ... tokens are accepted [n, window]. No planner uses them."""
+    """Return the probabilities [n, window] that at least 1, 2, ... tokens are accepted. No planner uses them."""
     chances = _hidden(tensors, inputs, np.matmul) @ tensors["w_survival"] + tensors["b_survival"]
     return np.cumprod(0.5 + 0.5 * np.tanh(0.5 * chances), axis=1)  # sigmoids, without overflow
 
@@ -109,7 +117,7 @@ def _hidden(tensors: Mapping[str, _Array], inputs: _Array, product: Callable[[_A
 
 
 def read_hrad_card(directory: Path) -> HradCard:
-    """Return the card of the predictor in a directory; raise `HradError`, which says what to do, if that fails."""
+    """Return the card of the predictor in a directory; raise `HradError`, which says what to do, if it is not valid."""
     try:
         card = msgspec.json.decode((directory / CARD).read_bytes(), type=HradCard)
     except OSError as error:

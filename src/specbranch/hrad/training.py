@@ -1,6 +1,7 @@
 """Train H-RAD, score it on unseen prompts, and write the predictor with its scores.
 
-Data are split by prompt, never by position. Training stops when predictions on the held-out prompts stop improving.
+All examples of a prompt are in the same split. Training stops when predictions on the held-out prompts do not improve
+any more.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from specbranch.machine import commit
 
 Inputs = Literal["features", "confidence", "both"]
 INPUTS: tuple[Inputs, ...] = ("features", "confidence", "both")
-FitProgress = Callable[[int, int, float], None]
+FitProgress = Callable[[int, int, float], None]  # epochs done, epochs at most, loss on the held-out examples
 _BINS = 10
 SHOWN: Inputs = "features"  # the input of the network that is written; other networks show what each input contributes
 EvaluationProgress = Callable[[str, int, int], None]  # stage, epochs done, epochs at most
@@ -29,10 +30,12 @@ _CLASSES = ("none", "some", "all")
 
 @dataclass(frozen=True, slots=True)
 class FitOptions:
-    """Options of the network and its training. `balance` 1 weighs all classes equally, 0 by their frequency.
+    """The options of the network and of its training.
 
+    `window` is the number of draft tokens that a prediction is about, `hidden` the lengths of the two hidden layers.
     Training uses only the `rank` directions in which features vary most, as thousands of inputs overfit. It stops after
-    `patience` epochs without improvement. `rate` is the learning rate, `decay` the weight decay.
+    `patience` epochs without improvement. `rate` is the learning rate, `decay` the weight decay. With `balance` 1 all
+    classes have equal weight, with 0 each has the weight of its frequency.
     """
 
     window: int
@@ -50,7 +53,7 @@ class FitOptions:
 
 @dataclass(frozen=True, slots=True)
 class Network:
-    """A trained network: the kind of its input, its arrays, named as in `hrad/network.py`, and its training epochs."""
+    """A trained network: the kind of its input, its arrays, named as in `hrad/network.py`, and the epochs it took."""
 
     inputs: Inputs
     tensors: dict[str, Array]
@@ -59,7 +62,7 @@ class Network:
     def foresee(self, examples: Examples, rows: int = 4096) -> tuple[Array, Array]:
         """Return predicted probabilities: of the classes [n, 3], and of at least 1, 2, ... accepted tokens [n, window].
 
-        `rows` examples are computed at a time, to limit memory.
+        At most `rows` examples are computed at a time, to limit memory.
         """
         parts = [
             self._forward(select_inputs(examples.take(slice(start, start + rows)), self.inputs))
@@ -74,10 +77,10 @@ class Network:
 
 
 def select_inputs(examples: Examples, inputs: Inputs) -> Array:
-    """Return the networks' input as float32, [n, d_in].
+    """Return the input of a network for these examples as float32, [n, d_in].
 
-    By `inputs` it is the target's features, three numbers that describe the draft's next distribution (`confidence`),
-    or both.
+    `inputs` names its kind: `features` of the target, `confidence` for three numbers that describe the draft's
+    distribution of the next token, or `both`.
     """
     confidence, second, entropy = examples.distributions.T
     odds = np.log(np.clip(confidence, 1e-4, 1 - 1e-4) / np.clip(1 - confidence, 1e-4, 1))
@@ -89,7 +92,7 @@ def select_inputs(examples: Examples, inputs: Inputs) -> Array:
 
 
 def fit(train: Examples, held_out: Examples, inputs: Inputs, options: FitOptions, on_progress: FitProgress) -> Network:
-    """Return the network trained on `train` with the lowest loss on `held_out`; report each epoch to `on_progress`."""
+    """Train a network, and return it as of the epoch with the lowest loss on `held_out`; report to `on_progress`."""
     import torch
     from torch import nn
 
@@ -140,7 +143,7 @@ def fit(train: Examples, held_out: Examples, inputs: Inputs, options: FitOptions
 
 @dataclass(frozen=True, slots=True)
 class _Whitening:
-    """A transformation of inputs: subtract their mean, divide by their spread, project them to few directions."""
+    """A transformation of a network's inputs: subtract the mean, multiply by `scale`, project to fewer directions."""
 
     inputs: Inputs
     mean: Array  # [d_in]
@@ -156,7 +159,7 @@ class _Whitening:
 
 
 def _fit_whitening(examples: Examples, inputs: Inputs, rank: int, most: int = 20_000) -> _Whitening:
-    """Return the whitening computed from at most `most` sampled examples, with `rank` directions for the features.
+    """Return the whitening computed from at most `most` sampled examples, with at most `rank` directions for features.
 
     Inputs from the draft's distribution are not projected.
     """
@@ -182,7 +185,7 @@ def _class_weights(classes: Array, balance: float) -> Array:
 def _hazards(examples: Examples, window: int) -> tuple[Any, Any]:
     """Return two tensors [n, window]: whether each token of the window was accepted, and whether it was tested at all.
 
-    A token is tested if all tokens before it were accepted and the answer has a token at this place.
+    A token is tested if all tokens before it were accepted and the answer has a token at its position.
     """
     import torch
 
@@ -217,7 +220,7 @@ class Score:
     bins: tuple[tuple[float, float, int], ...]  # mean confidence, accuracy, count
 
     def as_json(self) -> dict[str, Any]:
-        """Return the scores as one JSON object."""
+        """Return the scores as a JSON dict."""
         return {name: getattr(self, name) for name in self.__slots__}
 
 
@@ -268,7 +271,8 @@ def _bins(sure: Array, is_right: Array) -> tuple[tuple[float, float, int], ...]:
 class Evaluation:
     """The networks by kind of input, and their scores on prompts that they were not trained on.
 
-    `across[a][b]` is the accuracy on task b of a network that was trained on task a.
+    `splits` has the examples by the name of their split. `across[a][b]` is the accuracy on task b of a network that was
+    trained on task a.
     """
 
     splits: Mapping[str, Examples]
@@ -278,7 +282,7 @@ class Evaluation:
     across: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
 
     def as_json(self) -> dict[str, Any]:
-        """Return all scores as one JSON document."""
+        """Return all scores as a JSON dict."""
         train, window = self.splits["train"], self.options.window
         return {
             "target": train.card.target,
@@ -312,9 +316,10 @@ class Evaluation:
 
 
 def evaluate(data: Examples, options: FitOptions, is_across: bool, on_progress: EvaluationProgress) -> Evaluation:
-    """Train one network per kind of input and return all with their scores; raise `ExamplesError` if a split is empty.
+    """Train one network per kind of input, and return all networks with their scores.
 
-    If `is_across`, also train one network per task and test it on all tasks.
+    If `is_across`, also train one network per task and test it on all tasks. `on_progress` is called after each epoch
+    with the stage, the epochs done and the maximum of epochs. Raise `ExamplesError` if a split is empty.
     """
     splits = {name: data.split(name) for name in SPLITS}
     for name, part in splits.items():
@@ -355,7 +360,7 @@ def _fit(
 def _across(
     splits: Mapping[str, Examples], options: FitOptions, on_progress: EvaluationProgress
 ) -> dict[str, dict[str, float]]:
-    """Train one network per task, and return their accuracies by the task of training and the task of testing."""
+    """Train one network per task; return the accuracy of each by the task of training and the task of testing."""
     found = {}
     for task in splits["train"].card.tasks:
         parts = [splits[name].of_task(task) for name in ("train", "held-out")]

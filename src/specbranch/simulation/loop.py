@@ -22,10 +22,10 @@ from specbranch.core.session import Session
 
 
 class TargetLane(Protocol):
-    """The target model on its device, as the loop calls it."""
+    """Interface of the target model on its device: the methods that the event loop calls."""
 
     def step_s(self, sessions: Sequence[Session]) -> float:
-        """Return the time in which one step verifies the submissions of these sessions."""
+        """Return the virtual time that one step takes to verify the submissions of these sessions."""
         ...
 
     def verify(self, session: Session) -> Verdict:
@@ -34,12 +34,12 @@ class TargetLane(Protocol):
 
 
 class DraftLane(Protocol):
-    """The draft model on its device, as the loop calls it; a step has at most `row_limit` rows."""
+    """Interface of the draft model on its device: what the event loop uses. A step has at most `row_limit` rows."""
 
     row_limit: int
 
     def run(self, rows: Sequence[tuple[Session, Node]]) -> tuple[list[Distribution], float]:
-        """Run these nodes in one draft step; return the distribution after each of them, and the time of the step."""
+        """Run these nodes in one draft step; return the distribution after each node, and the step's virtual time."""
         ...
 
 
@@ -56,7 +56,8 @@ class DraftStep:
 class TargetStep:
     """A finished step of the target; each tuple has one entry per session.
 
-    `wait_s` is the time for which the target waited for drafts before the step, `submitted` are numbers of tokens.
+    `wait_s` is how long the target waited for drafts before the step, `submitted` the number of submitted tokens, and
+    `hits` whether the draft had prepared for the verdict.
     """
 
     start_s: float
@@ -155,7 +156,10 @@ class Loop:
             self._drafting = _Drafting(self.now_s, self.now_s + step_s, rows, distributions)
 
     def _advance(self) -> None:
-        """Advance the time to the next end of a step or deadline, and finish that step; of two at once, the draft's."""
+        """Advance the time to the next end of a step or deadline, and finish the step that ends then.
+
+        If both steps end at the same time, finish the draft's.
+        """
         draft_s = self._drafting.end_s if self._drafting else math.inf
         target_s = self._verifying.end_s if self._verifying else self._idle_since_s + self._deadline_s
         self.now_s = min(draft_s, target_s)

@@ -1,4 +1,7 @@
-"""Plot a simulation: the first rounds of draft and target over time, and speed against c. Needs matplotlib."""
+"""Plot a simulation with matplotlib: the first rounds of draft and target over time, and speed against c.
+
+c is the target's step time divided by the draft's.
+"""
 
 from __future__ import annotations
 
@@ -23,9 +26,10 @@ MethodOf = Callable[[str, ModelPair], Method]
 def plot_simulation(
     path: Path, title: str, pair: ModelPair, trace: Trace, planners: list[str], method_of: MethodOf, seed: int
 ) -> None:
-    """Simulate the planners on a trace, and draw their first rounds and their speeds to one file.
+    """Simulate the planners on a trace of the pair, and draw their first rounds and their speeds to one file.
 
-    The suffix of `path` sets the format. `method_of` returns the method for a planner's name and a pair.
+    The suffix of `path` sets the format. `method_of` returns the method for a planner's name and a pair; `seed` is that
+    of the simulations.
     """
     pyplot = load_pyplot()
     shown = [name for name in planners if name != "none"]
@@ -74,7 +78,7 @@ def _draw_lanes(axis: Any, name: str, steps: list[Step], horizon_s: float) -> No
 
 
 def _draw_draft_step(axis: Any, step: DraftStep) -> None:
-    """Draw one box for each row of a step; its colour says whether a token drawn after the row's node was committed."""
+    """Draw a box for each row of a step; its colour says whether a token drawn after the row's node was committed."""
     width = step.end_s - step.start_s
     height = 0.9 / len(step.nodes)
     for index, node in enumerate(step.nodes):

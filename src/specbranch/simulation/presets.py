@@ -1,11 +1,11 @@
-"""Model pairs with published figures, synthetic traces for them, and closed-form speeds.
+"""Model pairs with published figures, synthetic traces for them, and speeds computed by formulas.
 
 A synthetic trace assumes a calibrated draft: where its confidence is u, the target agrees with its top-1 token with
 probability u. Confidences follow a Beta distribution around the pair's acceptance, independently at each position.
 Tokens get new random ids at every position, so earlier tokens say nothing about the next one.
 
-The closed forms turn published speeds into acceptances, and tests check the simulator against them. `gamma` is the
-window, c the speed ratio.
+The formulas turn published speeds into acceptance rates, and tests check the simulator against them. `gamma` is the
+draft length, and c the target's step time divided by the draft's.
 """
 
 from __future__ import annotations
@@ -33,7 +33,10 @@ _PEARL = "gamma: the PEARL authors' scripts{}; c = gamma, as both papers choose 
 
 @dataclass(frozen=True, slots=True)
 class ModelPair:
-    """A draft and a target: their speed ratio, their acceptance, and the source of the figures."""
+    """A draft and a target: their speed ratio c, draft length gamma, acceptance rate, and the source of the figures.
+
+    `row_cost` is the time of each further row of a draft step, as a share of a step with one row.
+    """
 
     name: str
     c: float
@@ -45,10 +48,11 @@ class ModelPair:
 
 
 def pearl_emitted(acceptance: float, gamma: int) -> float:
-    """Return how many tokens PEARL emits per round, computed from its two-state Markov chain.
+    """Return how many tokens the method PEARL emits per round, computed from its two-state Markov chain.
 
-    Pre-verify yields one token and switches to post-verify if that token was drafted. Post-verify yields the accepted
-    tokens plus a correction, at most gamma tokens, and stays only if all gamma were right.
+    A round in the state pre-verify yields one token, and post-verify follows if the draft had predicted that token. A
+    round in post-verify yields the accepted tokens and a correction, at most gamma tokens, and post-verify follows only
+    if all gamma tokens were right.
     """
     stay = acceptance**gamma
     post_share = acceptance / (acceptance + 1 - stay)
@@ -62,7 +66,10 @@ def pearl_speed(acceptance: float, gamma: int, c: float) -> float:
 
 
 def solve_acceptance(speed: Callable[[float], float], published: float) -> float:
-    """Return the acceptance at which `speed`, which rises with it, gives `published`; `ValueError` if none does."""
+    """Return the acceptance rate at which `speed`, a rising function of it, has the value `published`.
+
+    Raise `ValueError` if there is no such rate.
+    """
     low, high = 0.0, 1.0 - 1e-9
     if not speed(low) <= published <= speed(high):
         raise ValueError(f"no acceptance gives a speed of {published}")
@@ -92,9 +99,10 @@ PAIRS = {
 
 
 def make_trace(pair: ModelPair, num_answers: int, answer_len: int, rng: random.Random, top_k: int = 32) -> Trace:
-    """Return a synthetic trace with the acceptance of the pair, of `num_answers` answers with `answer_len` tokens each.
+    """Return a synthetic trace with the pair's acceptance rate: `num_answers` answers of `answer_len` tokens each.
 
-    The draft is calibrated: where its confidence is u, the target agrees with its top-1 token with probability u.
+    The draft is calibrated: where its confidence is u, the target agrees with its top-1 token with probability u. Each
+    distribution has `top_k` tokens.
     """
     answers = tuple(_answer(pair.acceptance, answer_len, top_k, rng) for _ in range(num_answers))
     return Trace(Header(target=pair.name, draft=pair.name, task="made"), answers)
@@ -112,10 +120,10 @@ def _answer(acceptance: float, length: int, top_k: int, rng: random.Random) -> A
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Statistics of a draft's distributions: the mean confidence, and how little it varies (`concentration`).
+    """Statistics of a draft's distributions: the mean of its confidence, and how little that varies (`concentration`).
 
-    `second_share` is the second token's share of the probability that the first one leaves; `neighbour_correlation` is
-    that of the confidences at neighbouring positions.
+    `second_share` is the second token's share of the probability that the first token leaves; `neighbour_correlation`
+    is the correlation of the confidences at neighbouring positions.
     """
 
     mean: float
@@ -125,7 +133,7 @@ class Shape:
 
 
 def fit_shape(trace: Trace) -> Shape:
-    """Return the shape of a recorded draft, estimated from the mean, variance and covariance of its confidences."""
+    """Return the statistics of a recorded draft, estimated from mean, variance and covariance of its confidences."""
     runs = [[float(distribution.confidence) for distribution in answer.distributions] for answer in trace.answers]
     values = [value for run in runs for value in run]
     mean = sum(values) / len(values)
@@ -143,7 +151,10 @@ def _confidence(acceptance: float, rng: random.Random) -> float:
 
 
 def _distribution(confidence: float, ids: Sequence[int]) -> Distribution:
-    """Return a distribution over `ids` with this confidence; the others fall geometrically and never exceed it."""
+    """Return a distribution over `ids` whose first token has the probability `confidence`.
+
+    The probabilities of the other tokens fall geometrically and never exceed it.
+    """
     rest = 1 - confidence
     share = min(SECOND_SHARE, confidence / rest)
     probs = [confidence] + [rest * share * (1 - share) ** rank for rank in range(len(ids) - 1)]

@@ -1,15 +1,16 @@
 """Models with given distributions: a scripted engine and target, the replay of traces, and reference verification.
 
-`ScriptedEngine` passes the same conformance suite as the real engines. `ScriptedTarget` verifies by rule A or rule B.
+`ScriptedEngine` passes the same conformance suite as the real engines.
 
-The first token of a sequence is the index of its answer, followed by the prompt, if it was recorded: see `prompt_of`. A
-sequence that leaves the recorded answer can never return to it. There, and where no distribution was recorded, the
-draft replays a recorded distribution from another position, picked by the sequence's hash, so that planners see
-realistic distributions even on branches that cannot be accepted.
+In a replay, the first token of a sequence is the index of its answer, followed by the prompt, if it was recorded: see
+`prompt_of`. A sequence that departs from the recorded answer can never return to it. After that, and where no
+distribution was recorded, the draft replays a recorded distribution from another position, picked by the sequence's
+hash, so that planners see realistic distributions even on branches that cannot be accepted.
 
-Rule A (exact match) samples the target's own token at every position and keeps the submitted ones that equal it. It is
-exact for any submission and needs no draft distribution. Rule B (rejection sampling) tests sampled tokens by p/q and
-keeps more of them; it is exact only for tokens that were drawn from q and chosen without looking at their values.
+`ScriptedTarget` verifies in one of two ways. Exact match samples the target's own token at every position and accepts
+the submitted tokens that equal it. It is exact for any submission and needs no draft distribution. Rejection sampling
+tests sampled tokens by p/q, where p is the target's distribution and q the draft's, and accepts more of them. It is
+exact only for tokens that were drawn from q, and whose values did not decide whether they were submitted.
 """
 
 from __future__ import annotations
@@ -40,7 +41,10 @@ _MODULUS = (1 << 61) - 1  # a Mersenne prime
 
 
 class Script(Protocol):
-    """A language model as a pure function of the sequence, computed token by token."""
+    """Interface of a scripted model: a language model as a pure function of the sequence, computed token by token.
+
+    A state stands for a sequence.
+    """
 
     vocab_len: int
 
@@ -76,7 +80,7 @@ class TextScript:
 
 @dataclass(frozen=True, slots=True)
 class _Cell:
-    """The state after one token of a sequence, with a link to the token `before`; so a fork copies nothing."""
+    """The state after one token of a sequence, linked to that of the token `before`, so that a fork copies nothing."""
 
     state: State
     length: int
@@ -192,9 +196,9 @@ class SimulatedDraft:
 class ScriptedTarget:
     """The target side of the simulator's loop, with given step times; its tokens come from a script.
 
-    It verifies by exact match (rule A, `match`) or by rejection sampling (rule B): `reject` tests all candidates of the
-    draft, `serve` one token per position, as real engines do. `entry_s` is the time that a step with drafts takes in
-    addition to that of its tokens.
+    With the `rule` `match` it verifies by exact match, with the others by rejection sampling: `reject` tests all
+    candidates of the draft at a position, `serve` one token per position, as real engines do. `entry_s` is the time
+    that a step with drafts takes in addition to that of its tokens.
     """
 
     def __init__(
@@ -235,9 +239,9 @@ class ScriptedTarget:
 
 
 def candidates(session: Session, vocab_len: int) -> list[Candidates]:
-    """Return for rejection sampling (rule B) the candidates at each submitted position and right after the last one.
+    """Return for rejection sampling the candidates at each submitted position, and at the position after the last.
 
-    These are all tokens that the draft drew there, with the distribution that they were drawn from.
+    The candidates are all tokens that the draft drew there, with the distribution that they were drawn from.
     """
     positions = [session.tree.root, *(session.tree.submitted or ())]
     return [
@@ -247,7 +251,7 @@ def candidates(session: Session, vocab_len: int) -> list[Candidates]:
 
 
 def served_candidates(session: Session, vocab_len: int) -> list[Candidates]:
-    """Return the candidates that a real engine gets: the submitted token at each position, and none after the last one.
+    """Return the candidates that a real engine gets: the submitted token at each position, and none after the last.
 
     A token that was not sampled counts as drawn with probability 1.
     """
@@ -264,9 +268,9 @@ def prompt_of(trace: Trace, index: int) -> tuple[int, ...]:
 
 
 class _ReplayScript:
-    """Base of the scripts that replay a trace.
+    """Base class of the scripts that replay a trace.
 
-    A state is `_START`, a position in a recorded answer, or the hash of a sequence that has left the answer.
+    A state is `_START`, a position in a recorded answer, or the hash of a sequence that departed from the answer.
     """
 
     def __init__(self, trace: Trace) -> None:
@@ -300,7 +304,7 @@ class _ReplayScript:
 
 
 class ReplayDraft(_ReplayScript):
-    """The draft of a trace as a script: its recorded distributions, and elsewhere one from another position."""
+    """The draft of a trace as a script: its recorded distributions, or where there is none, one of another position."""
 
     def distribution(self, state: Any) -> Distribution:
         on_path = self._answer_at(state)
@@ -340,9 +344,9 @@ class Candidates:
 
 
 def match(submitted: Sequence[int], sample: Callable[[int], int]) -> Verdict:
-    """Return the verdict of exact match (rule A).
+    """Verify submitted tokens by exact match, and return the verdict.
 
-    `sample(i)` draws the target's token after i submitted ones; it is called once for each committed token.
+    `sample(i)` draws the target's token after i submitted tokens; it is called once for each committed token.
     """
     for index, token in enumerate(submitted):
         drawn = sample(index)
@@ -352,10 +356,10 @@ def match(submitted: Sequence[int], sample: Callable[[int], int]) -> Verdict:
 
 
 def reject(offers: Sequence[Candidates], distributions: Sequence[Dense], chance: RandomSource) -> Verdict:
-    """Return the verdict of rejection sampling (rule B).
+    """Verify submitted tokens by rejection sampling, and return the verdict.
 
-    Each offer begins with a submitted token, except the last one, which holds guesses of the token after all of them.
-    `distributions[i]` is the target's distribution after i submitted tokens.
+    The candidates of each offer begin with a submitted token, except in the last offer, which holds guesses of the
+    token after all submitted ones. `distributions[i]` is the target's distribution after i submitted tokens.
     """
     last = len(offers) - 1
     for index, (offer, distribution) in enumerate(zip(offers, distributions, strict=True)):
@@ -366,9 +370,10 @@ def reject(offers: Sequence[Candidates], distributions: Sequence[Dense], chance:
 
 
 def reject_in_turn(p: Dense, offer: Candidates, chance: RandomSource) -> int:
-    """Return the token that the target emits at one position; it is distributed exactly as p.
+    """Return the token that a target with the distribution p emits at one position; it is distributed exactly as p.
 
-    The offered tokens are tested in order, each against what earlier ones left of p; if all fail, p's rest is sampled.
+    The offered tokens are tested in order, each against what rejected tokens left of p. If all are rejected, the token
+    is sampled from the rest of p.
     """
     q = offer.distribution
     for token in offer.tokens:
@@ -380,7 +385,7 @@ def reject_in_turn(p: Dense, offer: Candidates, chance: RandomSource) -> int:
 
 
 def accept_prob(p: Dense, q: Dense, token: int) -> Prob:
-    """Return the probability of accepting a token that was drawn from q if the target has p: min(1, p/q)."""
+    """Return the probability to accept a token drawn from q if the target's distribution is p: min(1, p/q)."""
     ratio: Prob = p[token] / q[token]
     return min(ratio, 1)
 

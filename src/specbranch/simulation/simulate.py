@@ -39,12 +39,13 @@ PREDICTORS = ("confidence", "none", "all", "random", "oracle", "hrad")
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """The step times of two simulated devices, in draft steps of one row: so the target's is the speed ratio c.
+    """The step times of two simulated devices; the unit of time is a draft step of one row.
 
-    `row_cost` is the time of each row of a draft step after the first, `token_cost` that of each token of a target step
-    after the first, `entry_cost` the fixed time that a target step with drafts takes in addition. `batch` answers are
-    decoded at once. `sharing` is the number of targets that one draft device serves in step with each other; below 1,
-    a target has several draft devices, which divide its rows.
+    `c` is the time of a target step of one token, and so the speed ratio. `row_cost` is the time of each row of a draft
+    step after the first, `token_cost` that of each token of a target step after the first, `entry_cost` the fixed time
+    that a target step with drafts takes in addition. `batch` answers are decoded at once. `sharing` is the number of
+    targets that one draft device serves, all in lockstep; below 1, a target has several draft devices, which divide its
+    rows.
     """
 
     c: float
@@ -56,12 +57,12 @@ class Layout:
 
     @property
     def draft(self) -> StepCost:
-        """Step time of the draft over the rows of one target, if each other target adds as many rows."""
+        """The draft's step time by the rows of one target; each other target that it serves adds as many rows."""
         return StepCost(1.0 + self.row_cost * max(0.0, self.sharing - 1), self.row_cost * self.sharing)
 
     @property
     def target(self) -> StepCost:
-        """Step time of the target over the tokens of its batch."""
+        """The target's step time by the tokens in its batch."""
         return StepCost(self.c, self.token_cost)
 
     @property
@@ -72,7 +73,10 @@ class Layout:
 
 @dataclass(frozen=True, slots=True)
 class Method:
-    """The names of a planner and of a predictor, one of `PREDICTORS`, with settings that differ from the defaults."""
+    """A method to simulate: a planner's name, its settings that differ from the defaults, and a predictor's name.
+
+    `predictor` is one of `PREDICTORS`.
+    """
 
     planner: str
     settings: Mapping[str, Any] = field(default_factory=dict)
@@ -81,7 +85,10 @@ class Method:
 
 @dataclass(frozen=True, slots=True)
 class SimulationResult:
-    """The outcome of one method on one trace: time in draft steps, speed over plain decoding, and counters."""
+    """The outcome of one method on one trace: time in draft steps of one row, speed over plain decoding, and counters.
+
+    Plain decoding is that of the target without drafts.
+    """
 
     method: Method
     elapsed_s: float
@@ -89,7 +96,7 @@ class SimulationResult:
     stats: Stats
 
     def as_json(self) -> dict[str, Any]:
-        """Return the results under the names that every command uses; numbers of drafted tokens are per emitted token.
+        """Return the results as a JSON dict; numbers of drafted tokens are per emitted token.
 
         `losing` counts rolled-back tokens on branches that were not the draft's first choice, which papers leave out.
         """
@@ -109,10 +116,11 @@ class SimulationResult:
 def method_for(
     planner: str, pair: ModelPair, predictor: str = "confidence", as_in_paper: bool = True, has_text: bool = False
 ) -> Method:
-    """Return a planner's configuration for a pair as in its paper: with the pair's gamma and, for SSD, acceptance.
+    """Return a planner's configuration for a pair as in its paper: with the pair's gamma and, for SSD, acceptance rate.
 
-    Without `as_in_paper`, specbranch is configured as the service runs it: no wait after a miss, and only rows that
-    pay. `has_text` says that the trace has real sequences with prompts, so that n-gram guesses make sense.
+    Without `as_in_paper`, the planner `specbranch` is configured as the service runs it: no wait after a miss, and only
+    draft rows that pay. `has_text` says that the trace has real sequences with prompts, so that n-gram guesses make
+    sense.
     """
     load_planners()
     names = setting_names(planner)
@@ -142,9 +150,10 @@ def simulate(
 ) -> SimulationResult:
     """Decode every answer of a trace in virtual time, `batch` at once; return speed over plain decoding and counters.
 
-    `planner` is a name, or a `Method` with settings and a predictor. `c` is the time of a target step over that of a
-    draft step of one row, `row_cost` the cost of each further row; a `Layout` sets more. `costs` collects what sessions
-    learn. `observe` is called with each finished step. The target waits for drafts up to `deadline_s`, in draft steps.
+    `planner` is a name, or a `Method` with settings and a predictor. `c` is the time of a target step divided by that
+    of a draft step of one row, `row_cost` the time of each further row; give a `Layout` instead to set more. `costs`
+    collects what sessions learn. `observe` is called with each finished step. The target waits for drafts up to
+    `deadline_s`. All times are in draft steps of one row.
     """
     load_planners()
     method = Method(planner) if isinstance(planner, str) else planner
@@ -181,9 +190,9 @@ def _plain_s(batch: Sequence[Answer], layout: Layout) -> float:
 
 
 def best_gamma(trace: Trace, method: Method, layout: Layout, seed: int = 0, longest: int = 12) -> SimulationResult:
-    """Return the result with the `gamma` up to `longest` that makes this method fastest, to compare planners fairly.
+    """Simulate a method with each `gamma` from 1 to `longest`, and return the fastest result.
 
-    A method without a setting `gamma` is simulated once.
+    So planners can be compared fairly. A method without a setting `gamma` is simulated once.
     """
     if "gamma" not in method.settings:
         return simulate(trace, method, layout, seed)
@@ -192,7 +201,7 @@ def best_gamma(trace: Trace, method: Method, layout: Layout, seed: int = 0, long
 
 
 def _refuse_unforeseen(trace: Trace) -> None:
-    """Raise `TraceError` if the trace lacks H-RAD's signals, so that it cannot be replayed."""
+    """Raise `TraceError` if an answer of the trace lacks H-RAD's signals, which the predictor `hrad` replays."""
     without = sum(len(answer.foreseen) != len(answer.tokens) for answer in trace.answers)
     if without:
         raise TraceError(

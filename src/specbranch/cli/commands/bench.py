@@ -119,7 +119,10 @@ def preflight(scenario: Scenario) -> Preflight:
 
 
 def _num_done(scenario: Scenario, path: Path) -> int:
-    """Return how many trials a result file already holds; raise if they are of another scenario."""
+    """Return how many trials a result file already holds, after removing an incomplete last line from the file.
+
+    Raise `ResultError`, and leave the file as it is, if its trials are of another scenario.
+    """
     results = read_results(path)
     if results.scenario != scenario:
         raise ResultError(f"{path} holds results of another scenario, or of an older version of it; choose a new --out")

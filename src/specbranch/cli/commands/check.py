@@ -204,7 +204,7 @@ def check(
 
 
 def preflight(options: CheckOptions) -> Preflight:
-    """Return the checks to make before a model loads."""
+    """Return the checks to run before a model loads."""
     return Preflight(
         target=options.target,
         draft=options.draft,
@@ -284,7 +284,10 @@ class ServerPair:
 
 
 def is_server_mode(context: typer.Context) -> bool:
-    """Return whether the command was given servers instead of a pair of models; raise if it was given both."""
+    """Return whether the command was given two servers instead of a pair of models.
+
+    Raise `UsageError` if options for servers and for a pair of models are mixed, or if one looks misspelled.
+    """
     given = [name for name in context.params if _is_given(context, name)]
     own = [name for name in given if name in _OWN]
     if "endpoint" not in given and "reference" not in given:
@@ -329,7 +332,10 @@ def _shown(context: typer.Context, name: str) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckReport:
-    """A report to print or write: the findings of a check, what it compared, and how much was decoded."""
+    """A report to print or write: the findings of a check, what it compared, and how much was decoded.
+
+    `facts` is a line on versions and models; `alpha` is the highest probability that a correct pair fails.
+    """
 
     title: str
     facts: str
@@ -346,7 +352,7 @@ class CheckReport:
         return f"{says}, {skipped} skipped" if skipped else says
 
     def show(self, console: Console, quick: bool, file: Path | None) -> None:
-        """Print the report, and write it to a file if one is given."""
+        """Print the report, with a warning if the check was `quick`; also write it to `file` as Markdown, if given."""
         console.print(self._table())
         for line in (*self._details(), *self._notes()):
             console.print(line, markup=False, highlight=False, soft_wrap=True)

@@ -73,7 +73,7 @@ def doctor(
 
 
 def machine() -> Section:
-    """Return the processor and its instruction sets, cores, memory and GPUs."""
+    """Return the section on the processor and its instruction sets, the cores, memory and GPUs."""
     cpuinfo = Path("/proc/cpuinfo")
     text = cpuinfo.read_text() if cpuinfo.exists() else ""
     named = instruction_sets(text)
@@ -92,7 +92,7 @@ def machine() -> Section:
 
 
 def software() -> Section:
-    """Return the versions of all packages, and the extras that are missing."""
+    """Return the section on the versions of packages, the state of each draft engine, and the missing extras."""
     versions = {name: _version(name) for name in _PACKAGES}
     return {
         "python": platform.python_version(),
@@ -132,7 +132,10 @@ def _findings(target: str | None, draft: str | None, engine: str | None, device:
 
 
 def _place_any(device: str) -> DevicePlacement:
-    """Return where any draft of the torch engine would run with this `--draft-device`, next to a one-device target."""
+    """Return where a draft in an engine with GPU support would run with this `--draft-device`.
+
+    The target is assumed to use one device.
+    """
     return choose_device(
         device,
         num_gpus=num_gpus(),
@@ -155,7 +158,7 @@ def _engine_state(name: str) -> str:
 
 
 def _missing() -> list[str]:
-    """Return the extras to install for features that do not work yet."""
+    """Return the extras whose libraries are not installed, such as specbranch[torch]."""
     extras = {"vllm" if num_gpus() else "cpu": "vllm", "llamacpp": "llama_cpp", "torch": "transformers"}
     extras |= {"metrics": "prometheus_client", "bench": "matplotlib"}
     return [f"specbranch[{extra}]" for extra, module in extras.items() if importlib.util.find_spec(module) is None]

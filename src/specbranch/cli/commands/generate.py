@@ -238,9 +238,10 @@ def _check(options: LocalPairOptions, compare: bool) -> None:
 
 
 def _without_drafts(talk: _Talk, prompt: Sequence[int]) -> StreamedAnswer:
-    """Return the loaded target's answer without drafts.
+    """Switch drafts off, answer the prompt with the loaded target, switch drafts on again, and return the answer.
 
-    The comparison is only fair if the target could not use the draft's device.
+    A short answer before it warms the target up. A comparison with it is only fair if the target could not use the
+    draft's device.
     """
     talk.pair.use_planner("none")
     quiet = _Talk(talk.pair, talk.sampling, talk.max_model_len, talk.is_raw, None)

@@ -103,7 +103,7 @@ def describe(address: ServiceAddress = None, keys: ServiceKeysDir = None, as_jso
 
 
 def describe_lines(overview: Overview) -> dict[str, str]:
-    """Return a line for each property of a service, by its name; properties that it does not report are left out."""
+    """Return a line of text for each property that a service reports, by the property's name."""
     settings, figures = overview.settings, overview.figures
     weights = settings.get("weight_bytes")
     found = {
@@ -130,7 +130,10 @@ def describe_lines(overview: Overview) -> dict[str, str]:
 
 
 def _joined(settings: Mapping[str, str | int], *forms: str) -> str:
-    """Return the forms with their settings filled in, joined by commas; a form whose setting is unknown is left out."""
+    """Fill the settings into the forms, such as "{cache_tokens} tokens", and return the forms joined by commas.
+
+    A form whose setting is not reported is left out.
+    """
     words = {name: f"{value:,}" if isinstance(value, int) else value for name, value in settings.items()}
     return ", ".join(form.format(**words) for form in forms if form.split("{")[1].split("}")[0] in words)
 

@@ -250,7 +250,7 @@ def _type_flag(types: Sequence[TypeForecast], one: TypeForecast) -> list[str]:
 def _rivals(advice: Advice, best: Forecast) -> str:
     """Return a phrase that names the planners whose forecast is too close to the best one to tell them apart.
 
-    It is empty if there are none.
+    The phrase is empty if there are no such planners.
     """
     near = [
         f"{one.method.planner} ({one.speed:.2f})"

@@ -38,7 +38,10 @@ def quantize(
 
 
 def _directory(target: str, progress: ProgressBar) -> Path:
-    """Return the directory of a model, after its download from the Hugging Face hub if it is not on this machine."""
+    """Return the directory of a model; download it from the Hugging Face hub if it is not on this machine.
+
+    Raise `UsageError` if the model is a file.
+    """
     found = local_model(target)
     if found is None:
         from huggingface_hub import snapshot_download

@@ -206,7 +206,7 @@ def _run(plan: _Plan, console: Console) -> int:
 
 
 class _StatusLine:
-    """Print events, progress and vLLM's log lines, and measure how long the start takes."""
+    """The terminal output of the command: events, progress and vLLM's log lines; it also measures the start."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -224,7 +224,7 @@ class _StatusLine:
                 self._progress = None
 
     def elapsed_s(self) -> float:
-        """Return the time since the command began."""
+        """Return the seconds since the command began."""
         return time.monotonic() - self._begin_s
 
     def event(self, line: str) -> None:
@@ -232,7 +232,7 @@ class _StatusLine:
         self._console.print(f"[bold]specbranch:[/] {escape(line)}", highlight=False, soft_wrap=True)
 
     def progress(self, stage: str) -> None:
-        """Show the current stage of the start."""
+        """Show the current stage of the start; do nothing outside `starting`."""
         if self._progress is not None:
             self._progress.show(stage)
 
@@ -247,7 +247,10 @@ class _StatusLine:
 
 @contextlib.contextmanager
 def _uninterrupted() -> Iterator[None]:
-    """Delay Ctrl-C and SIGTERM, which would orphan a process that is being started."""
+    """Delay Ctrl-C and SIGTERM, which would orphan a process that is being started, to the end of the `with` block.
+
+    Then raise `KeyboardInterrupt` if a signal has come.
+    """
     caught: list[int] = []
     before = {
         number: signal.signal(number, lambda number, _: caught.append(number))
@@ -278,7 +281,10 @@ def _stop(server: VllmServer, draft: DraftProcess | None) -> int:
 
 
 def _await_ready(server: VllmServer, endpoint: HttpEndpoint, status: _StatusLine) -> int | None:
-    """Wait until vLLM is ready and return None, or its exit code if it ends before."""
+    """Wait until vLLM is ready and return None, or return its exit code if it ends before.
+
+    When it is ready, let its HTTP process use all cores, and forget the errors that it has logged.
+    """
     while (code := server.returncode) is None:
         if endpoint.is_healthy() or server.is_up:
             server.unpin_frontend()

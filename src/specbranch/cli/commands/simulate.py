@@ -146,7 +146,10 @@ def _planner_names(planners: str) -> list[str]:
 
 
 def _window(c: float) -> int:
-    """Return how many tokens the draft produces in one target step, which is the papers' choice of gamma."""
+    """Return the papers' choice of gamma: tokens that the draft produces in one target step, 1 to `MAX_WINDOW`.
+
+    `c` is the target's step time divided by the draft's.
+    """
     return min(max(1, round(c)), MAX_WINDOW)
 
 

@@ -82,7 +82,7 @@ def _stretch(start: float | None, end: float | None) -> tuple[float, float]:
 
 
 def _equal(timeline: Timeline, stretch: tuple[float, float]) -> list[tuple[float, float]]:
-    """Return `stretch` once for each target, cut where the target that ran longest ends."""
+    """Return the time range `stretch` once for each target, cut off at the end of the last event of any target."""
     last_s = max(span.end_s for lane in timeline.targets for span in lane.steps + lane.waits)
     return [(stretch[0], min(stretch[1], last_s))] * len(timeline.targets)
 

@@ -157,7 +157,7 @@ def view_as_line(now: StatsReading, earlier: StatsReading | None) -> str:
 
 
 def view_as_json(now: StatsReading, earlier: StatsReading | None) -> dict[str, Any]:
-    """Return a reading as a document for JSON: current values, sums since the start, and rates over the last interval.
+    """Return a reading as a JSON dict: current values, sums since the start, and rates over the last interval.
 
     The rates are None without an earlier reading.
     """
@@ -214,7 +214,7 @@ def count(number: int, thing: str) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Return a duration in its two largest units."""
+    """Return a duration as text in its two largest units, such as 2 h 5 min."""
     whole = int(seconds)
     if whole < 60:
         return f"{whole} s"
@@ -226,7 +226,7 @@ def duration(seconds: float) -> str:
 
 
 def memory(size: float | None) -> str:
-    """Return a size in MB or GB; "" if it is unknown."""
+    """Return a size in bytes as text in MB or GB; "" if it is unknown."""
     if size is None:
         return ""
     return f"{size / 1e9:.1f} GB" if size >= 1e9 else f"{size / 1e6:.0f} MB"

@@ -129,7 +129,7 @@ def fit_command(
 
 
 def _messages(text: str) -> tuple[str, list[str]]:
-    """Read a task and its messages from TASK=FILE:COUNT."""
+    """Return a task and its prompts for a value of `--task`, TASK=FILE:COUNT: COUNT prompts from FILE."""
     task, _, rest = text.partition("=")
     file, _, count = rest.rpartition(":")
     if not file or not count.isdigit():
