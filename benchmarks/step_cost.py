@@ -181,7 +181,7 @@ def serve(log_file: Path, words: Sequence[str]) -> None:
         finally:
             lookups.append((start_s, time.monotonic(), time.thread_time() - start_work_s))
 
-    wrap(Server, "_receive", look_up)
+    wrap(Server, "_serve_messages", look_up)
     try:
         app(words, prog_name="specbranch")
     finally:
