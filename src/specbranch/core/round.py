@@ -16,7 +16,7 @@ MAX_WINDOW = 64  # draft tokens in one submission
 
 
 class Signal(IntEnum):
-    """H-RAD's prediction of how much of the next window of draft tokens the target accepts."""
+    """A predictor's answer, such as that of H-RAD: how much of the next window of draft tokens the target accepts."""
 
     NONE = 0  # no token of the window will be accepted
     SOME = 1  # the draft's confidence decides
@@ -68,7 +68,7 @@ class Verdict:
 
     @classmethod
     def of(cls, tokens: Sequence[int], submitted: Sequence[int]) -> Verdict:
-        """Return the verdict of an engine that committed `tokens`; the last one always counts as the target's own."""
+        """Return the verdict of an engine that committed `tokens`; the last token always counts as the target's own."""
         accepted = 0
         while accepted < min(len(submitted), len(tokens) - 1) and submitted[accepted] == tokens[accepted]:
             accepted += 1
@@ -83,10 +83,10 @@ class Verdict:
 
 @dataclass(slots=True, kw_only=True)
 class Stats(RollbackCounts):
-    """Counters of one session, or the sum over several."""
+    """Counters of one session, or their sums over several sessions."""
 
     rounds: int = 0  # verdicts committed
-    hits: int = 0  # verdicts whose root the draft had drawn and run
+    hits: int = 0  # verdicts whose last token the draft had drawn and run
     submitted: int = 0  # tokens sent for verification
     accepted: int = 0  # submitted tokens that were accepted
     emitted: int = 0  # tokens given to the user, the target's own included

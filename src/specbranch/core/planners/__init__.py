@@ -68,7 +68,7 @@ def setting_names(name: str) -> tuple[str, ...]:
 
 
 def draft_length_limit(name: str) -> int:
-    """Return how many draft tokens the planner with this name submits at once at most, by its default settings."""
+    """Return the most draft tokens that the planner with this name submits at once, by its default settings."""
     return int(getattr(_found(name).settings_type(), "gamma", _LONGEST))
 
 

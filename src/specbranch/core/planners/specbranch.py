@@ -66,9 +66,10 @@ class SpecbranchPlanner(Planner[SpecbranchSettings]):
         return [tip for tip in tips if tip]
 
     def _chain(self, round: Round) -> tuple[list[Node], Node | None]:
-        """Return the drafted part of the chain to submit, and the node to run next; None if the chain is complete.
+        """Return the drafted part of the chain to submit, and the node to run next, None if the chain is complete.
 
-        The signal of the round says where the chain ends: at once, at the first doubtful distribution, or at `gamma`.
+        The signal of the round says where the chain ends: at the root (it is empty), at the first doubtful
+        distribution, or after `gamma` tokens.
         """
         if round.signal is None:
             round.signal = self.predictor.predict(round)
@@ -77,7 +78,7 @@ class SpecbranchPlanner(Planner[SpecbranchSettings]):
         while len(chain) < self.settings.gamma and round.signal != Signal.NONE:
             if node.distribution is None:
                 return chain, node
-            # The distribution decides, not the token drawn from it: rejection sampling (rule B) would be biased.
+            # The distribution decides, not the token drawn from it: else rejection sampling would be biased.
             if round.signal == Signal.SOME and node.distribution.confidence < self.settings.confidence:
                 break
             children = round.tree.children(node, 1)
@@ -91,7 +92,7 @@ class SpecbranchPlanner(Planner[SpecbranchSettings]):
         """Return how many tokens to draft for each branch, its root included: as many as fit into a step of the target.
 
         That is the measured ratio of step times, which may be 4.999 instead of 5. Rounded down, it would leave the
-        draft idle for a whole step; rounded to the nearest number, at most half a step is lost or is late.
+        draft idle for a whole draft step; rounded to the nearest number, at most half a draft step is lost or is late.
         """
         ratio = round.costs.draft_steps_per_target_step(num_branches)
         longest = self.settings.gamma
