@@ -118,8 +118,8 @@ class TargetTimeModel:
     """Learns the times of a target's steps, with and without drafts, and derives from them the price of a draft token.
 
     The first draft token of a step may cost more than the next one, because a matrix product with one row runs another
-    kernel than a product with several. So steps with drafts and steps without are fitted by separate lines. While no
-    drafts are submitted their price fades, by half every `half_life` steps, so that drafts are tried again later. It
+    kernel than a product with several rows. So steps with drafts and steps without are fitted by separate lines. While
+    no drafts are submitted their price fades, by half every `half_life` steps, so that drafts are tried again later. It
     fades faster if few steps with drafts were measured.
 
     `observe` updates all public values:

@@ -3,9 +3,9 @@
 Probabilities are floats in production and `Fraction`s in exact tests; nothing here rounds.
 
 The draft service samples a token to draft on from there. The target's side samples it again, from the distribution that
-the service sent, and only this second sample counts. Both use the same number, made of the request's seed and the
-tokens before: so they agree, and no two positions of a draft tree share a number. However wrong the distribution of the
-service may be, the token was sampled from just that distribution.
+the service sent, and only this second sample counts. Both use the same random number, made of the request's seed and
+the tokens before: so they agree, and no two positions of a draft tree share a number. However wrong the distribution of
+the service may be, the token was sampled from just that distribution.
 
 A `RandomSource` only chooses one of several weighted options. So tests can replace it by an enumeration of all choices,
 and prove a distribution instead of sampling it.

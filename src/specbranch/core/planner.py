@@ -138,7 +138,7 @@ class Planner(ABC, Generic[S]):
     def submit_after(self, round: Round, start: Node) -> Sequence[Node] | None:
         """Return the chain that `submit` would return if the next verdict committed the tokens up to `start`.
 
-        Return None if that is not known in advance. A target that gets its draft in advance need not wait for one.
+        Return None if that is not known in advance. A target that gets its draft in advance need not wait for a reply.
         """
         return None
 

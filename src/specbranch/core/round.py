@@ -75,7 +75,7 @@ class Verdict:
         return cls(accepted, tokens[accepted])
 
     def committed(self, submitted: Sequence[int]) -> list[int]:
-        """Return the tokens that this verdict commits: the accepted ones of `submitted`, then the target's own."""
+        """Return the tokens that this verdict commits: the accepted part of `submitted`, then `next_token`."""
         if not 0 <= self.accepted <= len(submitted):
             raise ValueError(f"a verdict accepts {self.accepted} of {len(submitted)} submitted tokens")
         return [*submitted[: self.accepted], self.next_token]
@@ -115,7 +115,7 @@ class Stats(RollbackCounts):
 
     @property
     def emitted_per_round(self) -> float:
-        """Tokens per verdict with the target's own one: what vLLM calls mean acceptance length."""
+        """Emitted tokens per verdict, the target's own token included: what vLLM calls mean acceptance length."""
         return self.emitted / self.rounds if self.rounds else 0.0
 
     @property

@@ -31,7 +31,7 @@ class StopCondition:
     eos_ids: frozenset[int] = field(default_factory=frozenset)
 
     def trim(self, tokens: Sequence[int], num_emitted: int) -> tuple[list[int], bool]:
-        """Return the part of `tokens` to emit after `num_emitted` earlier ones, and whether the sequence ends there."""
+        """Return the part of `tokens` to emit after `num_emitted` earlier tokens, and whether the sequence ends."""
         room = len(tokens) if self.max_new_tokens is None else self.max_new_tokens - num_emitted
         for index, token in enumerate(tokens[:room]):
             if token in self.eos_ids:

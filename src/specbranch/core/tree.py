@@ -51,7 +51,7 @@ class Tree:
         return self.submitted[-1] if self.submitted else self.root
 
     def grow(self, node: Node, min_prob: float = 0.0) -> bool:
-        """Draw one more child of a node and return True; return False if it was not run or its top-k has no more.
+        """Draw one more child of a node and return True; return False if it was not run or all its top-k are drawn.
 
         Also return False, and draw nothing, if all tokens not drawn yet have a total probability below `min_prob`.
         """
@@ -230,7 +230,7 @@ class Tree:
         return self.calibration.alternative_accept_prob(distribution, token, first.token, first.sampled_from)
 
     def _draw_first(self, node: Node) -> bool:
-        """Draw the child to submit after a node, perhaps one guessed before; return False if its top-k is empty.
+        """Draw the child to submit after a node, perhaps a child guessed before; return False if the top-k is empty.
 
         The likeliest token is drawn instead of a sampled one in two cases: after the last submitted token, where the
         target samples its own token, and if a child was submitted already, which must not be marked as sampled later.
