@@ -212,7 +212,7 @@ class Server:
                 log.debug("an answer was not sent, because its client has gone: %s", error)
 
     def _wake(self) -> None:
-        """Wake the lookup thread; do not queue a second wake-up while one is pending. Called by the draft thread."""
+        """Wake the lookup thread; if the pipe is full, a wake-up is pending already. Called by the draft thread."""
         self._is_woken = True
         if self._wake_sender is not None:
             with contextlib.suppress(zmq.Again):
