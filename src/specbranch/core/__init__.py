@@ -1,1 +1,1 @@
-"""The pure algorithm: standard library and NumPy only. Randomness comes in as a `RandomSource`, time as a number."""
+"""The decoding algorithm, without I/O, clock or threads: randomness comes in as a `RandomSource`, time as a number."""

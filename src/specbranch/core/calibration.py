@@ -4,7 +4,8 @@ A draft's distribution is for temperature 1. A target that decodes greedily agre
 that distribution says, a draft with weights of few bits is right less often, and how much depends on the pair and on
 the sequence. So the log odds that the first choice is right are learned as a straight line over the log odds that the
 draft gives it. The probability of each other token, given that the first was wrong, is learned by rank. A sampled token
-that is tested by p/q is accepted more often than that; a second line learns how often. Old observations count less.
+that is verified by rejection sampling is accepted with another probability; a second line learns that one. Old
+observations count less.
 """
 
 from __future__ import annotations
@@ -14,19 +15,20 @@ from itertools import islice
 
 from specbranch.core.distribution import Distribution
 
-_RATE = 0.2  # of learning a line
+_RATE = 0.2  # learning rate of a line
 _RANKS = 8  # further ranks are learned as one
-_PRIOR = 4.0  # observations that the assumption before any verdict is worth
+_PRIOR = 4.0  # weight of the assumption before any verdict, in observations
 _MIN_DOUBT = 1e-4  # confidence is limited to values this far from 0 and from 1
-_KEPT_PRIOR = 0.5, 1.2  # first slope and shift: at a confidence of 0.56, 0.79 of the sampled tokens are accepted
+_KEPT_PRIOR = 0.5, 1.2  # initial slope and shift: at a confidence of 0.56, 0.79 of the sampled tokens are accepted
 
-Grounds = tuple[str, int]  # for a guess: its source, and how many tokens before it agreed
+Grounds = tuple[str, int]  # of a guess: its source, and the length of the matched context in tokens
 
 
 class _LogisticFit:
     """Learns the log odds of an event as a straight line over the log odds that a distribution gives its first choice.
 
-    `slope` and `shift` are the line at the start. The sums of squared gradients shrink by the factor `keep` each time.
+    `slope` and `shift` are the initial line. Each observation multiplies the sums of squared gradients, which set the
+    step sizes, by `keep`.
     """
 
     def __init__(self, keep: float, slope: float, shift: float) -> None:
@@ -38,7 +40,7 @@ class _LogisticFit:
         return 1 / (1 + math.exp(-(self._slope * log_odds + self._shift)))
 
     def observe(self, log_odds: float, is_right: bool) -> None:
-        """Learn whether the event happened: a gradient step of logistic loss, shorter after large recent gradients."""
+        """Take a gradient step of logistic loss for one observation; steps are shorter after large recent gradients."""
         error = self.prob(log_odds) - is_right
         gradient = error * log_odds
         self._slope_sq = self._slope_sq * self._keep + gradient * gradient
@@ -52,7 +54,7 @@ class _LogisticFit:
 class _RankFrequencies:
     """Learns how likely the other tokens of a distribution are right, by rank, when the token `first` was wrong.
 
-    Each observation counts less by the factor `keep` at every later one.
+    Each new observation multiplies the weight of the earlier ones by `keep`.
     """
 
     def __init__(self, keep: float) -> None:
@@ -83,7 +85,7 @@ class _RankFrequencies:
 class Calibration:
     """Learns from one target's verdicts how likely it accepts a draft token.
 
-    An observation counts half after `half_life` later ones of its kind.
+    An observation's weight halves every `half_life` observations of its kind.
     """
 
     def __init__(self, half_life: float = 400.0) -> None:
@@ -98,7 +100,7 @@ class Calibration:
         return self._first.prob(_log_odds(distribution))
 
     def sampled_accept_prob(self, q: Distribution) -> float:
-        """Return the probability that rejection sampling (rule B) accepts a token sampled from q, whatever it is."""
+        """Return the probability that rejection sampling accepts a token sampled from `q`, whichever it is."""
         return self._kept.prob(_log_odds(q))
 
     def accept_prob(self, distribution: Distribution, token: int) -> float:
@@ -134,12 +136,12 @@ class Calibration:
             self._others_of_drawn.observe(distribution, token, drawn)
 
     def guess_accept_prob(self, grounds: Grounds) -> float:
-        """Return the probability that a guessed token is right; `grounds` are its source and the tokens that agreed."""
+        """Return the probability that a guessed token is right; `grounds`: its source and matched context length."""
         seen, right = self._guesses.get(grounds, (0.0, 0.0))
         return (right + _PRIOR / 2) / (seen + _PRIOR)
 
     def observe_guess(self, grounds: Grounds, is_right: bool) -> None:
-        """Learn whether a guessed token was right; `grounds` are its source and the number of tokens that agreed."""
+        """Learn whether a guessed token was right; `grounds`: its source and matched context length."""
         seen, right = self._guesses.get(grounds, (0.0, 0.0))
         self._guesses[grounds] = (seen * self._keep + 1, right * self._keep + is_right)
 

@@ -1,4 +1,4 @@
-"""The time of a step as a linear function of its rows, given or learned, and the price of a draft token."""
+"""The time of a step as a linear function of its rows, and what it costs the target to verify a draft token."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from specbranch.core.ngram import OutputHistory
 
 # Until a step with drafts was measured, the cost of drafts is unknown, so only drafts with a large gain are sent.
 _COLD_START_PROB, _COLD_START_GAIN = 0.5, 1.0
-_COLD_START_STEPS = 8  # half-life of that caution
-_SURE_STEPS = 16  # with drafts; what was learned from fewer may be chance, so it fades faster
+_COLD_START_STEPS = 8  # steps in which both of these halve
+_SURE_STEPS = 16  # with drafts; what was learned from fewer steps may be chance, so it fades faster
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,9 +38,9 @@ class StepCost:
         return self.per_row_s / max(self.base_s, 1e-9)
 
     def best_rows(self, gains: Sequence[float]) -> int:
-        """Return how many rows a step should have to give the most gain per time; 0 if there are none.
+        """Return how many rows a step should have to give the most gain per time; 0 if `gains` is empty.
 
-        `gains` are the gains of the possible rows, largest first.
+        `gains` holds the gain of each possible row, such as the probability that it will be used, largest first.
         """
         totals = accumulate(gains)
         rates = [total / max(self.at(rows), 1e-9) for rows, total in enumerate(totals, start=1)]
@@ -48,7 +48,7 @@ class StepCost:
 
 
 class StepTimeModel:
-    """Learns a `StepCost` from measured steps by least squares; a step counts half after `half_life` later ones.
+    """Learns a `StepCost` from measured steps by least squares; a step's weight halves every `half_life` steps.
 
     `cost` is the fitted line; None before the first step.
     """
@@ -89,7 +89,7 @@ class StepTimeModel:
 class TokensPerStep:
     """Running averages of the tokens that one sequence submits and commits in a step of the target.
 
-    A step counts half after `half_life` later ones. The averages are per sequence, so that they still hold when other
+    A step's weight halves every `half_life` steps. The averages are per sequence, so that they still hold when other
     sequences begin or end.
     """
 
@@ -98,7 +98,7 @@ class TokensPerStep:
         self._rows = self._committed = self._submitted = 0.0
 
     def observe(self, num_rows: int, num_submitted: int, num_committed: int) -> None:
-        """Add one step with `num_rows` sequences; the numbers of tokens are sums over all of them."""
+        """Add one step with `num_rows` sequences; the numbers of tokens are sums over all sequences."""
         self._rows = self._rows * self._keep + num_rows
         self._submitted = self._submitted * self._keep + num_submitted
         self._committed = self._committed * self._keep + num_committed
@@ -118,18 +118,18 @@ class TargetTimeModel:
     """Learns the times of a target's steps, with and without drafts, and derives from them the price of a draft token.
 
     The first draft token of a step may cost more than the next one, because a matrix product with one row runs another
-    kernel than one with several. So steps with drafts and steps without are fitted by separate lines. The prices of
-    drafts fade while none are submitted, so that drafts are tried again later: sooner if few steps with drafts were
-    measured.
+    kernel than a product with several rows. So steps with drafts and steps without are fitted by separate lines. While
+    no drafts are submitted their price fades, by half every `half_life` steps, so that drafts are tried again later. It
+    fades faster if few steps with drafts were measured.
 
     `observe` updates all public values:
 
     - `plain_rate`: tokens per second that the batch of the last step would emit without drafts; 0 if it is not known.
     - `per_token_s`: time that each draft token adds to a step.
-    - `entry_s`: time that a step with drafts takes beyond `per_token_s` for each token, divided by its sequences.
+    - `entry_s`: extra time of a step with drafts, beyond `per_token_s` for each draft token, divided by its sequences.
     - `min_accept_prob`: the acceptance probability below which a further draft token is not worth verifying. The
       time to verify it is priced at the tokens that the whole batch would emit in that time: 0 if verifying is free.
-    - `min_gain`: the tokens that a submission must be expected to gain after the price of each token is subtracted.
+    - `min_gain`: how many tokens a submission must be expected to gain, after subtracting the price of each token.
     """
 
     def __init__(self, half_life: float = 256.0) -> None:
@@ -182,17 +182,18 @@ class TargetTimeModel:
 class PairModel:
     """What was learned about a pair of models: the step times of both, how often the draft is right, and past answers.
 
-    The target's step time depends on the tokens in the step: the draft tokens of all sequences and one more for each.
+    The target's step time depends on the tokens in the step: the draft tokens of all sequences and one more token for
+    each sequence.
     """
 
     draft: StepTimeModel = field(default_factory=StepTimeModel)
     target: TargetTimeModel = field(default_factory=TargetTimeModel)
     calibration: Calibration = field(default_factory=Calibration)
-    sampled: Calibration = field(default_factory=Calibration)  # of sequences that use rejection sampling (rule B)
+    sampled: Calibration = field(default_factory=Calibration)  # of sequences that use rejection sampling
     history: OutputHistory = field(default_factory=OutputHistory)
 
     def observe_step(self, num_rows: int, num_submitted: int, num_committed: int, step_s: float) -> None:
-        """Add one step of the target with `num_rows` sequences; the numbers of tokens are sums over all of them."""
+        """Add one step of the target with `num_rows` sequences; the numbers of tokens are sums over all sequences."""
         self.target.observe(num_rows, num_submitted, step_s, num_committed)
 
     def copy_for_one(self) -> PairModel:

@@ -3,9 +3,9 @@
 Probabilities are floats in production and `Fraction`s in exact tests; nothing here rounds.
 
 The draft service samples a token to draft on from there. The target's side samples it again, from the distribution that
-the service sent, and only this second sample counts. Both use the same number, made of the request's seed and the
-tokens before: so they agree, and no two positions of a draft tree share a number. However wrong the distribution of the
-service may be, the token was sampled from just that distribution.
+the service sent, and only this second sample counts. Both use the same random number, made of the request's seed and
+the tokens before: so they agree, and no two positions of a draft tree share a number. However wrong the distribution of
+the service may be, the token was sampled from just that distribution.
 
 A `RandomSource` only chooses one of several weighted options. So tests can replace it by an enumeration of all choices,
 and prove a distribution instead of sampling it.
@@ -29,7 +29,7 @@ Prob = float | Fraction
 Dense = NDArray[Any]  # [vocab]; float64, or object holding Fractions
 _BLOCK = 64  # tokens; comparing block maxima is cheaper than sorting the vocabulary
 TEXT_LEN = 128  # the random number of a position is made of this many tokens before it; a draft tree is no deeper
-MAX_IDS = 32  # most tokens to sample one from; all of them are sent with it
+MAX_IDS = 32  # most tokens of a distribution to sample from; all of them are sent with the sampled token
 _SCALE = 2.0**-53
 
 
@@ -56,7 +56,7 @@ class Distribution:
 def distribution_of(weights: Sequence[Prob]) -> Distribution:
     """Return the distribution over a small vocabulary in which token i has the probability `weights[i]`.
 
-    Of equally likely tokens, the lower one comes first.
+    Of equally likely tokens, the lower id comes first.
     """
     order = sorted((i for i, w in enumerate(weights) if w), key=lambda i: (-weights[i], i))
     probs = tuple(weights[i] for i in order)
@@ -135,7 +135,7 @@ def inverse_cdf(probs: Sequence[Prob], number: float) -> int:
 
 
 class RandomSource(Protocol):
-    """A source of random choices."""
+    """Interface of randomness: implementers choose one of several weighted options, by chance or by enumeration."""
 
     def pick(self, weights: Sequence[Prob]) -> int:
         """Return a random index into `weights`; the probability of each is proportional to its weight."""
@@ -143,7 +143,7 @@ class RandomSource(Protocol):
 
 
 class SeededRandom:
-    """Random choices from the pseudo-random generator `rng`; each pick uses exactly one number of it."""
+    """Random choices from the pseudo-random generator `rng`; each choice takes exactly one number from it."""
 
     def __init__(self, rng: random.Random) -> None:
         self._rng = rng

@@ -4,11 +4,11 @@ A guess is added to the draft tree below a node that was not run. The draft then
 in one step, and its distributions confirm the guesses or not; or the target verifies them at once. Either way a wrong
 guess only wastes time.
 
-Drafts from the sequence itself cost no model. Summaries, answers from given sequences and edits of code copy long
-stretches.
+Guesses from the sequence itself need no model. They help where text is copied: in summaries, in answers about a given
+text, in edits of code.
 
 People ask the same things again, agents run in loops, and edits of one file repeat most of it. So past answers are kept
-within a bound: those that were not used for longest are forgotten first. They never leave their namespace.
+too, up to a number of tokens: answers that were not used lately are forgotten first. They never leave their namespace.
 """
 
 from __future__ import annotations
@@ -24,17 +24,18 @@ TEXT = "text"  # the sequence's own repetitions
 MEMORY = "memory"  # past answers of the same target
 SOURCES = (TEXT, MEMORY)
 
-Guess = list[tuple[int, Grounds]]  # consecutive tokens
-LENGTHS = (5, 4, 3, 2)  # how many tokens must agree before a guess; the longest is tried first
+Guess = list[tuple[int, Grounds]]  # consecutive tokens, each with its grounds
+LENGTHS = (5, 4, 3, 2)  # lengths of the context to match before a guess; the longest is tried first
 _MAX_NEWEST = 64  # tokens to index right before a guess; an answer to the target may wait for this
 _CAPACITY = 1 << 17  # tokens of all targets together; about 400 bytes each
-_MIN_LEN = 3  # tokens that must agree with a past answer; fewer mean little
+_MIN_LEN = 3  # shortest context to match in a past answer; a shorter match means little
 
 
 class NgramDrafter:
     """Guesses the next tokens of one sequence from its own repetitions and from past answers.
 
-    `tokens` is the growing list of the sequence. `answer` is its own answer in `history`, which is not guessed from.
+    `tokens` is the growing list of the sequence's tokens. `history` holds past answers; `answer` is the sequence's own
+    answer among these, from which nothing is guessed.
     """
 
     def __init__(self, tokens: list[int], history: OutputHistory, answer: PastOutput | None = None) -> None:
@@ -52,8 +53,8 @@ class NgramDrafter:
     ) -> list[Node]:
         """Add a chain of at most `count` guessed nodes below `tip`, a node that was not run, and return it.
 
-        It ends before a guess that is reached from the root with a probability below `min_prob`. `sources` are those to
-        guess from: `TEXT`, `MEMORY` or both.
+        The chain ends before a guess that the target reaches from the root with a probability below `min_prob`.
+        `sources`: where guesses may come from, `TEXT`, `MEMORY` or both.
         """
         if TEXT in sources and self._index.num_indexed < len(self._tokens):
             self._index.index_new_tokens(_MAX_NEWEST)
@@ -74,7 +75,8 @@ class NgramDrafter:
     def _best_guess(self, calibration: Calibration, tip: Node, count: int, sources: Collection[str]) -> Guess:
         """Return a guess of at most `count` tokens after `tip`; [] if no source has one.
 
-        Of several guesses, it is that of the source that was right most often with the same number of agreeing tokens.
+        If several sources have a guess, take that of the source that was right most often, each source judged by its
+        past guesses with the same matched context length.
         """
         tail = tip.path(max_len=LENGTHS[0])
         found: list[tuple[str, Sequence[int], int]] = []
@@ -87,16 +89,17 @@ class NgramDrafter:
         best_prob = 0.0
         for source, tokens, num_agreed in found:
             if tokens and (prob := calibration.guess_accept_prob((source, num_agreed))) > best_prob:
-                # Each guessed token that comes true is one more that agrees.
+                # A guessed token that comes true makes the matched context of the next one longer.
                 best = [(token, (source, min(num_agreed + index, LENGTHS[0]))) for index, token in enumerate(tokens)]
                 best_prob = prob
         return best
 
 
 class NgramIndex:
-    """Finds where tokens occurred last in a sequence: a list that only grows, and is indexed in bounded parts.
+    """Finds where the last few tokens of a sequence occurred before in it.
 
-    Memory: at most one entry for each position and each of `LENGTHS`.
+    `tokens` is a list that only grows; each call indexes a bounded number of new tokens. Memory: at most one entry for
+    each position and each of `LENGTHS`.
     """
 
     def __init__(self, tokens: list[int]) -> None:
@@ -114,10 +117,10 @@ class NgramIndex:
         self.num_indexed = max(self.num_indexed, end)
 
     def continuation(self, tail: Sequence[int], count: int) -> tuple[list[int], int]:
-        """Return the tokens that followed the same end at its last occurrence, and how many tokens of the end agreed.
+        """Return what followed the last earlier occurrence of the context, and how many tokens of the context matched.
 
-        The end is the last tokens of the sequence and then `tail`. At most `count` tokens are returned; no token and 0
-        if the end did not occur before.
+        The context is the end of the sequence and then `tail`; its longest indexed match is used. Return at most
+        `count` tokens; an empty list and 0 if nothing matches.
         """
         longest = LENGTHS[0]
         end = [*self._tokens[-longest:], *tail][-longest:]
@@ -165,9 +168,10 @@ class HistoryBudget:
 
 
 class OutputHistory:
-    """Keeps past answers, and finds the tokens that followed given tokens in them. `room` limits how much it keeps.
+    """Keeps past answers, and finds what followed given tokens in one of these answers.
 
-    One thread may read while another writes: each change is atomic.
+    `room` limits the tokens kept; several histories may share it. One thread may read while another writes: each change
+    is atomic.
     """
 
     def __init__(self, room: HistoryBudget | None = None) -> None:
@@ -198,9 +202,10 @@ class OutputHistory:
     def continuation(
         self, tail: Sequence[int], count: int, other_than: PastOutput | None = None
     ) -> tuple[list[int], int]:
-        """Return the tokens that followed the last tokens of `tail` in a past answer, and how many tokens agreed.
+        """Return what followed the end of `tail` in a past answer, and how many tokens of the end matched.
 
-        At most `count` tokens; no token and 0 if no answer holds the last tokens of `tail`, or `other_than` does last.
+        Only the answer in which an end occurred last is used, and never `other_than`. Return at most `count` tokens; an
+        empty list and 0 if nothing matches.
         """
         for length in LENGTHS:
             if _MIN_LEN <= length <= len(tail):
@@ -212,7 +217,10 @@ class OutputHistory:
         return [], 0
 
     def forget_oldest(self) -> int:
-        """Forget the oldest answer and return its number of tokens; if it was used, make it the newest and return 0."""
+        """Forget the oldest answer and return its number of tokens.
+
+        If it was used since it was last considered, keep it as the newest answer and return 0.
+        """
         answer = self._answers.popleft()
         if answer.is_used:
             answer.is_used = False

@@ -1,7 +1,7 @@
-"""A node of the draft tree, and how its children are drawn: for exact match (rule A) or rejection sampling (rule B).
+"""A node of the draft tree, and how its children are drawn: for exact match or for rejection sampling.
 
-Rule B has two forms. `RejectionPicker` draws for an unmodified engine, which tests one sampled token at a position.
-`WithoutReplacementPicker` draws as in the paper, for reference: several tokens at a position, sampled without
+Rejection sampling has two forms. `RejectionPicker` draws for an unmodified engine, which tests one sampled token at a
+position. `WithoutReplacementPicker` draws as in the paper, for reference: several tokens at a position, sampled without
 replacement and tested in turn.
 """
 
@@ -27,17 +27,17 @@ First = tuple[int, Distribution | None]  # a token, and the distribution that it
 
 
 class TokenOutcome(Enum):
-    """The outcome of a drafted token."""
+    """What became of a drafted token: it was committed, or rolled back for one of three causes."""
 
     USED = "used"  # a verdict committed it
     REJECTED = "rejected"  # submitted and refused
-    UNUSED = "unused"  # prepared for another outcome
+    UNUSED = "unused"  # prepared for another verdict
     CUT = "cut"  # drafted before a submission that ended above it, and discarded with that submission
 
 
 @dataclass(slots=True, eq=False, repr=False)
 class Node:
-    """One drafted token in the draft tree. `position` counts from 0 in the whole sequence."""
+    """One drafted token in the draft tree. `position` is its index in the whole sequence, prompt included."""
 
     token: int
     parent: Node | None
@@ -53,7 +53,7 @@ class Node:
     log_prob: float = 0.0  # of the path from the tree's first root, by the draft's distributions as calibrated
 
     def child_with(self, token: int) -> Node | None:
-        """Return the child that holds `token`; None if that token has not been drawn."""
+        """Return the child that holds `token`; None if there is no such child."""
         for child in self.children:
             if child.token == token:
                 return child
@@ -73,25 +73,25 @@ class Node:
 
 
 class TokenPicker(Protocol):
-    """A way to draw the tokens that follow a node that was run, one at a time."""
+    """Interface of drawing: implementers choose, one at a time, the tokens to draft after a node that was run."""
 
     def first(self, node: Node, is_tested: bool) -> First | None:
         """Draw the token to submit after a node, and return it with the distribution it was sampled from, if any.
 
         Return None if the node's distribution has no token. Without `is_tested` the target does not test the token: it
-        samples its own here, which may be the same one.
+        samples a token of its own at this position, which may be the same.
         """
         ...
 
     def further(self, distribution: Distribution, taken: Collection[int]) -> int | None:
-        """Draw one more token that is not among `taken`; return None if the top-k holds no other."""
+        """Draw one more token that is not among `taken`; return None if the top-k holds no other token."""
         ...
 
 
 class GreedyPicker:
     """Draws the most likely token not yet drawn.
 
-    Exact together with exact match (rule A), which never uses the draft's distribution.
+    The output stays exact if the tokens are verified by exact match, which never uses the draft's distribution.
     """
 
     def first(self, node: Node, is_tested: bool) -> First | None:
@@ -103,9 +103,9 @@ class GreedyPicker:
 
 
 class WithoutReplacementPicker:
-    """Samples without replacement, as the paper's rejection sampling (rule B) requires.
+    """Samples tokens without replacement, as the paper's form of rejection sampling requires.
 
-    Exact only if the top-k is the whole distribution.
+    The output is exact only if the top-k is the whole distribution. `chance` is the source of randomness.
     """
 
     def __init__(self, chance: RandomSource) -> None:
@@ -127,11 +127,11 @@ class WithoutReplacementPicker:
 
 
 class RejectionPicker(GreedyPicker):
-    """Samples the token to submit where a sampled token is accepted more often than the likeliest one.
+    """Samples the token to submit where a sampled token is accepted more often than the likeliest token.
 
-    Elsewhere, and for further tokens, it takes the likeliest ones. Whether to sample depends on the distribution and on
-    what was learned, never on the token. `shape` makes the distribution to sample from; `pick` draws an index from the
-    probabilities after a node.
+    Elsewhere, and for further tokens, it takes the likeliest token left. Whether to sample depends on the distribution
+    and on the `calibration`, never on the token. `shape` turns the draft's distribution into the one to sample from;
+    `pick` draws an index from the probabilities after a node.
     """
 
     def __init__(

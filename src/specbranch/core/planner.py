@@ -1,9 +1,9 @@
 """The base classes of planners and predictors, and the settings of planners.
 
-A planner decides what is drafted and what is submitted, never what is accepted. So with exact match (rule A, the
-default) no planner can change the output distribution. With rejection sampling (rule B, `Node.sampled_from`) there is
-one condition: whether a sampled token is submitted may depend on the distribution that it was sampled from, not on
-which token it is, nor on what follows it.
+A planner decides what is drafted and what is submitted, never what is accepted. So with exact match (the default) no
+planner can change the output distribution. With rejection sampling (`Node.sampled_from`) there is one condition:
+whether a sampled token is submitted may depend on the distribution that it was sampled from, not on which token it is,
+nor on what follows it.
 
 One planner object serves one sequence. It is called on every verdict, so its methods must return within microseconds.
 """
@@ -97,7 +97,7 @@ S = TypeVar("S", bound=Settings)
 
 
 class Predictor(Protocol):
-    """Predicts how much of the next window of draft tokens is accepted: H-RAD, or a simple replacement for it."""
+    """Interface of predictors (H-RAD or a simpler one): how much of the next window of draft tokens is accepted."""
 
     def predict(self, round: Round) -> Signal:
         """Predict how much of the next window of draft tokens the target accepts; `round` has just begun."""
@@ -121,7 +121,7 @@ class Planner(ABC, Generic[S]):
 
     @property
     def may_block_target(self) -> bool:
-        """Whether `submit` may let the target wait. If it never does, the client waits only shortly for the answer."""
+        """Whether `submit` may let the target wait; if it never does, the client waits only briefly for a reply."""
         return True
 
     @abstractmethod
@@ -138,7 +138,7 @@ class Planner(ABC, Generic[S]):
     def submit_after(self, round: Round, start: Node) -> Sequence[Node] | None:
         """Return the chain that `submit` would return if the next verdict committed the tokens up to `start`.
 
-        Return None if that is not known in advance. A target that gets its draft in advance need not wait for one.
+        Return None if that is not known in advance. A target that gets its draft in advance need not wait for a reply.
         """
         return None
 

@@ -16,7 +16,7 @@ MAX_WINDOW = 64  # draft tokens in one submission
 
 
 class Signal(IntEnum):
-    """H-RAD's prediction of how much of the next window of draft tokens the target accepts."""
+    """A predictor's answer, such as that of H-RAD: how much of the next window of draft tokens the target accepts."""
 
     NONE = 0  # no token of the window will be accepted
     SOME = 1  # the draft's confidence decides
@@ -68,14 +68,14 @@ class Verdict:
 
     @classmethod
     def of(cls, tokens: Sequence[int], submitted: Sequence[int]) -> Verdict:
-        """Return the verdict of an engine that committed `tokens`; the last one always counts as the target's own."""
+        """Return the verdict of an engine that committed `tokens`; the last token always counts as the target's own."""
         accepted = 0
         while accepted < min(len(submitted), len(tokens) - 1) and submitted[accepted] == tokens[accepted]:
             accepted += 1
         return cls(accepted, tokens[accepted])
 
     def committed(self, submitted: Sequence[int]) -> list[int]:
-        """Return the tokens that this verdict commits: the accepted ones of `submitted`, then the target's own."""
+        """Return the tokens that this verdict commits: the accepted part of `submitted`, then `next_token`."""
         if not 0 <= self.accepted <= len(submitted):
             raise ValueError(f"a verdict accepts {self.accepted} of {len(submitted)} submitted tokens")
         return [*submitted[: self.accepted], self.next_token]
@@ -83,10 +83,10 @@ class Verdict:
 
 @dataclass(slots=True, kw_only=True)
 class Stats(RollbackCounts):
-    """Counters of one session, or the sum over several."""
+    """Counters of one session, or their sums over several sessions."""
 
     rounds: int = 0  # verdicts committed
-    hits: int = 0  # verdicts whose root the draft had drawn and run
+    hits: int = 0  # verdicts whose last token the draft had drawn and run
     submitted: int = 0  # tokens sent for verification
     accepted: int = 0  # submitted tokens that were accepted
     emitted: int = 0  # tokens given to the user, the target's own included
@@ -115,7 +115,7 @@ class Stats(RollbackCounts):
 
     @property
     def emitted_per_round(self) -> float:
-        """Tokens per verdict with the target's own one: what vLLM calls mean acceptance length."""
+        """Emitted tokens per verdict, the target's own token included: what vLLM calls mean acceptance length."""
         return self.emitted / self.rounds if self.rounds else 0.0
 
     @property

@@ -1,10 +1,11 @@
 """Which rows run in the next draft step: one policy for the service and for the simulator.
 
 Rows of all sessions compete: first those that a target waits for, then by the probability that their tokens come true.
-Sessions that are still in prefill share one chunk of prefill tokens in a step, so that others go on drafting meanwhile.
+Sessions that are still in prefill share one chunk of prefill tokens in a step, so that other sessions go on drafting
+meanwhile.
 
-Tenants share a step: each gets as many rows as the one that requests fewest. The further rows and prefill tokens that
-others request may make the step take twice as long at most. So no tenant's large request delays the drafts of another.
+Tenants share a step: each gets as many rows as the tenant that requests fewest. Further rows and prefill tokens may at
+most double the time of the step. So no tenant's large request delays the drafts of another.
 """
 
 from __future__ import annotations
@@ -87,9 +88,9 @@ def select_rows(
 ) -> Schedule[K]:
     """Grant at most `row_limit` rows, the most valuable first, and return the schedule of the step.
 
-    Rows are granted in the requests themselves. Where several tenants request rows and the `cost` of a row is known,
-    it limits the rows beyond equal shares. `is_shared`: there are several tenants, of which some may request nothing
-    now, but will before a long step is over.
+    Granted rows are stored in the requests. Where several tenants request rows and the `cost` of a row is known, it
+    limits the rows beyond equal shares. `prefill_chunk` is the most tokens to prefill. `is_shared`: there are several
+    tenants, of which some request nothing at present, but may before a long step is over.
     """
     ranked = sorted(
         ((priority, number, node) for number, request in enumerate(requests) for priority, node in _pairs(request)),

@@ -31,7 +31,7 @@ class StopCondition:
     eos_ids: frozenset[int] = field(default_factory=frozenset)
 
     def trim(self, tokens: Sequence[int], num_emitted: int) -> tuple[list[int], bool]:
-        """Return the part of `tokens` to emit after `num_emitted` earlier ones, and whether the sequence ends there."""
+        """Return the part of `tokens` to emit after `num_emitted` earlier tokens, and whether the sequence ends."""
         room = len(tokens) if self.max_new_tokens is None else self.max_new_tokens - num_emitted
         for index, token in enumerate(tokens[:room]):
             if token in self.eos_ids:
@@ -40,7 +40,10 @@ class StopCondition:
 
 
 class Session:
-    """One sequence being decoded, with its draft tree, planner and counters; `tokens` holds verified tokens only."""
+    """One sequence being decoded, with its draft tree, planner and counters; `tokens` holds verified tokens only.
+
+    `draw` chooses draft tokens unless `set_sampling` replaces it; `costs` is what was learned about the pair of models.
+    """
 
     def __init__(
         self,
@@ -86,13 +89,13 @@ class Session:
 
     @property
     def is_sampled(self) -> bool:
-        """Whether draft tokens are sampled, to be verified by rejection sampling (rule B)."""
+        """Whether draft tokens are sampled, and so verified by rejection sampling."""
         return self._sampling is not None
 
     def set_sampling(self, sampling: RequestSampling | None) -> None:
-        """Set how further draft tokens are drawn: sampled as the target samples, for rejection sampling (rule B).
+        """Set how further draft tokens are drawn: sampled as the target samples, for rejection sampling.
 
-        With None the likeliest tokens are proposed, for exact match (rule A).
+        With None the likeliest tokens are proposed, for exact match.
         """
         if sampling != self._sampling:
             self._sampling = sampling
@@ -123,7 +126,7 @@ class Session:
         return self.submitted
 
     def drafts_by_verdict(self, count: int) -> list[tuple[list[int], Sequence[Node]]]:
-        """Return for likely next verdicts the tokens that they commit, and the chain that `propose` will submit then.
+        """Return, for each likely next verdict, the tokens that it commits and the chain to submit after it.
 
         These are at most the `count` likeliest verdicts. A verdict is left out if the planner cannot decide in advance,
         or has nothing to submit so far.
@@ -148,8 +151,8 @@ class Session:
     def submit_ready(self) -> None:
         """Submit at the deadline, even if the planner would let the target wait, unless this round has a submission.
 
-        For exact match (rule A) the chain is empty. For rejection sampling (rule B) it is all that was drafted in time:
-        how long a planner waits depends on what follows a token, and whether the token is tested must not.
+        For exact match the chain is empty. For rejection sampling it is all that was drafted in time: how long a
+        planner waits depends on what follows a token, and whether that token is tested must not depend on that.
         """
         tree = self.round.tree
         if self.is_sampled and self.round.is_waiting:
@@ -170,7 +173,7 @@ class Session:
     def count_rollback(self) -> None:
         """Count the tokens that verdicts rolled back, and add the new tokens of the answer to the history.
 
-        To be called before drafting goes on, but not while the target waits for a reply.
+        Call it before drafting goes on, but not while the target waits for a reply.
         """
         self.stats.add(self.round.tree.count_rollback())
         if not self._is_secluded:
@@ -222,8 +225,8 @@ class Session:
 def likely_verdicts(tree: Tree, count: int, min_prob: float) -> list[Node]:
     """Return the nodes that may be the last token of the next verdict, likeliest first, and draw them if needed.
 
-    A verdict accepts some of the submitted tokens and adds one of the target's own. At most `count` nodes, none with a
-    probability below `min_prob`; none at all while nothing is submitted.
+    A verdict accepts some of the submitted tokens and adds a token of the target's own. At most `count` nodes, none
+    with a probability below `min_prob`; the list is empty while nothing is submitted.
     """
     if tree.submitted is None:
         return []

@@ -1,8 +1,8 @@
 """The draft tree of one sequence: grow it, submit a chain of it, commit a verdict, count the rolled-back tokens.
 
 The root is the last committed token. A node's distribution becomes known when the draft has run the node; only then can
-tokens be drawn after it. Nodes are found by their tokens: a verdict walks along its tokens to the new root, and every
-branch below that survives with its distributions. The tree knows nothing of planners, engines or time.
+tokens be drawn after it. Nodes are found by their tokens: those of a verdict lead to the new root, and every branch
+below it survives with its distributions. The tree knows nothing of planners, engines or time.
 
 Each node is created once and its outcome is set once, so the work in total is linear in the number of drafted tokens.
 """
@@ -24,7 +24,7 @@ CAUSES = (TokenOutcome.REJECTED.value, TokenOutcome.UNUSED.value, TokenOutcome.C
 
 
 class Tree:
-    """The drafted tokens that may follow the last committed one, which is the root of the tree."""
+    """The drafted tokens that may follow the last committed token, which is the root of the tree."""
 
     def __init__(self, tokens: Sequence[int], draw: TokenPicker, calibration: Calibration | None = None) -> None:
         if not tokens:
@@ -44,16 +44,16 @@ class Tree:
 
     @property
     def end(self) -> Node:
-        """The last submitted node, or the root if there is none.
+        """The last submitted node, or the root if no node is submitted.
 
-        A target that accepts everything submitted adds its own token after this node.
+        A target that accepts all submitted tokens adds its own token after this node.
         """
         return self.submitted[-1] if self.submitted else self.root
 
     def grow(self, node: Node, min_prob: float = 0.0) -> bool:
-        """Draw one more child of a node and return True; return False if it was not run or its top-k has no more.
+        """Draw one more child of a node and return True; return False if it was not run or all its top-k are drawn.
 
-        Draw none, and return False, also if all tokens not drawn yet have together a probability below `min_prob`.
+        Also return False, and draw nothing, if all tokens not drawn yet have a total probability below `min_prob`.
         """
         distribution, children = node.distribution, node.children
         if distribution is None:
@@ -118,14 +118,14 @@ class Tree:
         return found + [None] * (len(tokens) - len(found))
 
     def path_prob(self, node: Node, start: Node | None = None) -> float:
-        """Return the probability that the sequence gets to `node` from `start`, a node above it (None: the root)."""
+        """Return the probability that the target emits the tokens below `start` (None: the root) down to `node`."""
         return math.exp(node.log_prob - (start or self.root).log_prob)
 
     def add_guess(self, parent: Node, token: int, grounds: Grounds) -> Node:
         """Add a guessed token as a child of `parent`, a node that was not run, and return the child, new or old.
 
-        `grounds` are the source of the guess and the number of tokens that agreed; its probability is learned by them.
-        Only for verification by exact match (rule A), which takes any proposal.
+        `grounds` are its source and matched context length, by which its probability is learned. Add guesses only where
+        a token that was not sampled is verified by exact match, which is exact for any proposed token.
         """
         child = parent.child_with(token)
         if child is None:
@@ -171,7 +171,7 @@ class Tree:
     def commit(self, tokens: Sequence[int]) -> None:
         """Make the last of `tokens` the root, keep all branches below it, and let the calibration learn from `tokens`.
 
-        All other branches are discarded, but kept until `count_rollback` has counted them.
+        All other branches are discarded; they stay in memory until `count_rollback` has counted them.
         """
         if not tokens:
             raise ValueError("a verdict commits at least the target's own token")
@@ -197,8 +197,8 @@ class Tree:
     def count_rollback(self) -> RollbackCounts:
         """Set the outcome of every token that verdicts discarded since the last call, and return the counts.
 
-        Separate from `commit`, because the target waits for that: `commit` takes time for each token of the verdict,
-        counting takes time for each discarded node.
+        It is separate from `commit` because the target waits for `commit`, which takes time for each token of the
+        verdict; counting takes time for each discarded node.
         """
         total = RollbackCounts()
         for discarded in self._discarded:
@@ -208,7 +208,7 @@ class Tree:
         return total
 
     def _rescore_children(self, node: Node) -> None:
-        """Update the probabilities of the children of a node that was run, and sort them, a sampled child first."""
+        """Update the probabilities of a node's children, and sort these: a sampled child first, then the likeliest."""
         distribution, drawn = node.distribution, _sampled_child(node)
         assert distribution is not None, "a node that was run"
         for child in node.children:
@@ -220,7 +220,8 @@ class Tree:
     def _accept_prob(self, distribution: Distribution, token: int, first: Node | None) -> float:
         """Return the acceptance probability of a token after a node with this distribution.
 
-        If `first`, a child of the node, was sampled, the target tests that child before it emits another token.
+        `first` is the child that the target tests first, if any. If that child was sampled, another token can only be
+        emitted after the target has rejected it.
         """
         if first is None or first.sampled_from is None:
             return self.calibration.accept_prob(distribution, token)
@@ -229,10 +230,10 @@ class Tree:
         return self.calibration.alternative_accept_prob(distribution, token, first.token, first.sampled_from)
 
     def _draw_first(self, node: Node) -> bool:
-        """Draw the child to submit after a node, perhaps one that was guessed before; return False if none is left.
+        """Draw the child to submit after a node, perhaps a child guessed before; return False if the top-k is empty.
 
         The likeliest token is drawn instead of a sampled one in two cases: after the last submitted token, where the
-        target samples freely, and if a child was submitted already, which must not be marked as sampled afterwards.
+        target samples its own token, and if a child was submitted already, which must not be marked as sampled later.
         """
         is_decided = any(child.is_submitted for child in node.children)
         is_tested = not is_decided and (self.submitted is None or node is not self.end)
@@ -297,7 +298,7 @@ class RollbackCounts:
 
     used: int = 0  # drafted tokens that a verdict committed
     rejected: int = 0  # rolled back: submitted and refused
-    unused: int = 0  # rolled back: prepared for another outcome
+    unused: int = 0  # rolled back: prepared for another verdict
     cut: int = 0  # rolled back: drafted, then not submitted
     losing: int = 0  # of the rolled back: on branches that were not the draft's first choice
 
@@ -314,13 +315,13 @@ class RollbackCounts:
 
 @dataclass(frozen=True, slots=True)
 class DiscardedBranches:
-    """The branches that one verdict discarded: all nodes below `old` that are not below `root`."""
+    """The branches that one verdict discarded: the nodes below `old`, except those on the way to and below `root`."""
 
     old: Node
     root: Node
     end: Node | None  # last submitted node, `old` if none; None if the target was waiting
-    num_used: int
-    num_submissions: int
+    num_used: int  # drafted tokens that the verdict committed
+    num_submissions: int  # of the tree, that of this verdict included
 
     def count_rollback(self) -> RollbackCounts:
         """Set the outcome of every discarded node, remove its links to children, and return the counts."""

@@ -1,1 +1,1 @@
-"""The draft service and its client: real processes, real sockets, and nothing that can hold the target up."""
+"""The draft service, its client in the target's process, and the protocol between them."""

@@ -1,6 +1,6 @@
 """The registry of planners. A new planner is one new file and one line in `_PLANNERS`.
 
-Other packages add theirs with `register_planner`; `specbranch.extensions` finds them.
+Other packages add planners with `register_planner`; `specbranch.extensions` finds them.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def register_planner(name: str) -> Callable[[P], P]:
     """Return a decorator that registers a planner class by this name: `@register_planner("mine")`.
 
     A draft service runs in a process of its own. It finds the class by an entry point of the group
-    `specbranch.planners` with the same name; without one the name is known in this process alone.
+    `specbranch.planners` with the same name; without an entry point the name is known in this process alone.
     """
     if not name or len(name) > _MAX_NAME:
         raise SettingError(f"a planner's name has 1 to {_MAX_NAME} characters, not {len(name)}")
@@ -68,7 +68,7 @@ def setting_names(name: str) -> tuple[str, ...]:
 
 
 def draft_length_limit(name: str) -> int:
-    """Return how many draft tokens the planner with this name submits at once at most, by its default settings."""
+    """Return the most draft tokens that the planner with this name submits at once, by its default settings."""
     return int(getattr(_found(name).settings_type(), "gamma", _LONGEST))
 
 

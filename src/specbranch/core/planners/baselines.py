@@ -120,7 +120,7 @@ class AdaedlPlanner(Planner[AdaedlSettings]):
         self._threshold = _blend(self._threshold, aim, settings.threshold_memory)
 
     def _chain(self, round: Round) -> tuple[list[Node], Node | None]:
-        """Return the chain drafted so far, and the node to run next; None in its place if the chain is complete.
+        """Return the chain drafted so far, and the node to run next, None if the chain is complete.
 
         A complete chain ends with the first token whose acceptance bound is below the threshold, or has `gamma` tokens.
         """

@@ -1,10 +1,10 @@
 """Budget: run the draft rows that are most likely to be used, whichever verdict they prepare for.
 
 Every drafted or drawable token has a probability to come true: the product, along its path from the last committed
-token, of how often the draft is right there (`core/calibration.py`). A row on it is worth that probability, whether it
-follows the whole submission, a refusal half-way, or a deep branch. So one ranking says which verdicts to prepare for
-and how deep; the measured cost of rows says how many rows to run. If all branches start at one position this acts like
-SpecBranch, with fixed probabilities like SSD, and with expensive rows like PEARL.
+token, of how often the draft is right there (`core/calibration.py`). A row that runs the token is worth that
+probability, be it after the whole submission, after a rejection half-way, or deep in a branch. So one ranking says
+which verdicts to prepare for and how deep; the measured cost of rows says how many rows to run. If all branches start
+at one position this acts like SpecBranch, with fixed probabilities like SSD, and with expensive rows like PEARL.
 
 What followed the same few tokens before, in this sequence or in another answer, is guessed to follow again. Where the
 draft has nothing yet, a guess is submitted. Guesses below a node that is about to run are run in the same step, so that
@@ -76,9 +76,9 @@ class BudgetPlanner(Planner[BudgetSettings]):
     def submit_after(self, round: Round, start: Node) -> Sequence[Node] | None:
         """Return the chain below `start` that the target should verify once a verdict has ended at `start`.
 
-        It ends before the first token that does not pay for its verification; n-gram guesses follow if the draft has
-        not come further. It is empty if it gains less than submitting any draft costs. Return None if the target will
-        wait there for a longer draft.
+        The chain ends before the first token that does not pay for its verification; where the draft has not drafted
+        further, n-gram guesses follow. The chain is empty if it would gain less than submitting any draft costs. Return
+        None if the target will wait there for a longer draft.
         """
         tree, settings, prices = round.tree, self.settings, round.costs.target
         if settings.wait_for_draft and start is not tree.root:
@@ -116,7 +116,7 @@ class BudgetPlanner(Planner[BudgetSettings]):
 
         After the first sampled token, assume that each token up to `gamma` is as likely to be accepted as that one, and
         ignore those below `min_prob`. Their real probabilities depend on which token was sampled. With them, the token
-        would decide whether it is submitted, and rejection sampling (rule B) would be inexact.
+        would decide whether it is submitted, and rejection sampling would be inexact.
         """
         gain = 0.0
         for index, node in enumerate(chain):
@@ -140,8 +140,8 @@ def best_rows(
 ) -> list[Node]:
     """Return the nodes at or below `start` to run in the next draft step: those with the most probability per time.
 
-    At most `max_rows` nodes, none deeper than `depth` tokens or with a probability below `min_prob`; one node while the
-    cost of rows is unknown. `guess` is as for `frontier`.
+    At most `max_rows` nodes, none deeper than `depth` tokens below `start` or with a probability below `min_prob`; one
+    node while the cost of rows is unknown. `guess` is as for `frontier`.
     """
     tree, cost = round.tree, round.costs.draft.cost
     if cost is None:
@@ -163,10 +163,10 @@ def frontier(
 ) -> list[tuple[Node, float]]:
     """Return the likeliest nodes at or below `start` that were not run yet, with their probabilities from `start`.
 
-    At most `count` nodes, none deeper than `depth` tokens or with a probability below `min_prob` or below `min_share`
-    times that of the likeliest node. Children that cannot be likely enough are not drawn. For each returned node
-    without children `guess(node, min_prob)` is called and may add guesses of at least this probability below it; a node
-    comes before the guesses below it, and they can run in the same step.
+    At most `count` nodes, none deeper than `depth` tokens below `start`, none with a probability below `min_prob` or
+    below `min_share` times that of the likeliest node. Children that cannot be likely enough are not drawn. For each
+    returned node without children `guess(node, min_prob)` is called and may add guesses of at least this probability
+    below it; a node comes before the guesses below it, and they can run in the same step.
     """
     found: list[tuple[Node, float]] = []
     heap = [(0.0, 0, start, 0)]  # minus log probability, order of discovery, node, its rank among its parent's children

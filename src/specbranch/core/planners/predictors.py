@@ -1,4 +1,4 @@
-"""Predictors without a network: constant, random, oracle, replayed, and sent with the verdict.
+"""Predictors without a neural network: constant, random, oracle, replayed, and sent with the verdict.
 
 No predictor can change the output distribution.
 """
@@ -72,7 +72,7 @@ class ReplayPredictor:
 
 
 class HintPredictor:
-    """Repeats the signal that came with the verdict; `Signal.SOME`, the draft's confidence decides, if none came."""
+    """Predicts the signal that came with the verdict; without one `Signal.SOME`: the draft's confidence decides."""
 
     def predict(self, round: Round) -> Signal:
         return Signal.SOME if round.hint is None else round.hint.signal

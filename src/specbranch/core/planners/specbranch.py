@@ -29,8 +29,9 @@ _MIN_PROB = 0.02
 class SpecbranchSettings(Settings):
     """Settings of `SpecbranchPlanner`. `gamma`: the longest submission. `max_branches`: the most branches at a time.
 
-    `confidence`: a distribution with less is doubtful. `wait_for_draft`: after a miss the target waits for a draft.
-    `cost_aware`: grow only the branches that give the most acceptance probability for the draft's time.
+    `confidence`: a distribution whose likeliest token has a lower probability is doubtful. `wait_for_draft`: after a
+    miss the target waits for a draft. `cost_aware`: grow only the branches that give the most acceptance probability
+    for the draft's time.
     """
 
     gamma: Window = 8
@@ -66,9 +67,10 @@ class SpecbranchPlanner(Planner[SpecbranchSettings]):
         return [tip for tip in tips if tip]
 
     def _chain(self, round: Round) -> tuple[list[Node], Node | None]:
-        """Return the drafted part of the chain to submit, and the node to run next; None if the chain is complete.
+        """Return the drafted part of the chain to submit, and the node to run next, None if the chain is complete.
 
-        The signal of the round says where the chain ends: at once, at the first doubtful distribution, or at `gamma`.
+        The signal of the round says where the chain ends: at the root (it is empty), at the first doubtful
+        distribution, or after `gamma` tokens.
         """
         if round.signal is None:
             round.signal = self.predictor.predict(round)
@@ -77,7 +79,7 @@ class SpecbranchPlanner(Planner[SpecbranchSettings]):
         while len(chain) < self.settings.gamma and round.signal != Signal.NONE:
             if node.distribution is None:
                 return chain, node
-            # The distribution decides, not the token drawn from it: rejection sampling (rule B) would be biased.
+            # The distribution decides, not the token drawn from it: else rejection sampling would be biased.
             if round.signal == Signal.SOME and node.distribution.confidence < self.settings.confidence:
                 break
             children = round.tree.children(node, 1)
@@ -91,7 +93,7 @@ class SpecbranchPlanner(Planner[SpecbranchSettings]):
         """Return how many tokens to draft for each branch, its root included: as many as fit into a step of the target.
 
         That is the measured ratio of step times, which may be 4.999 instead of 5. Rounded down, it would leave the
-        draft idle for a whole step; rounded to the nearest number, at most half a step is lost or is late.
+        draft idle for a whole draft step; rounded to the nearest number, at most half a draft step is lost or is late.
         """
         ratio = round.costs.draft_steps_per_target_step(num_branches)
         longest = self.settings.gamma

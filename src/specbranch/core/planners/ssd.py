@@ -1,7 +1,7 @@
 """SSD (Saguaro): prepare for every number of accepted tokens, with fewer guesses for a number that is less likely.
 
-With acceptance a per token and a miss rate F^-r after F guesses, the best split of all guesses is F_k proportional to
-P(k tokens are accepted)^(1/(1+r)). P is (1-a) a^k, but a^k if k is the length of the submission.
+With an acceptance probability a per token and a miss rate F^-r after F guesses, the best split of all guesses is F_k
+proportional to P(k tokens are accepted)^(1/(1+r)). P is (1-a) a^k, but a^k if k is the length of the submission.
 On a miss the draft starts at once while the target waits (`jit`), or the round goes without a draft (`fast`).
 """
 
@@ -22,12 +22,12 @@ MAX_NODES = 1536  # drafted tokens of all guesses of a round; planning takes tim
 
 @dataclass(frozen=True, slots=True)
 class SsdSettings(Settings):
-    """Settings of `SsdPlanner`. `gamma`: tokens per submission. `num_guesses`: guesses of the next root in a round.
+    """Settings of `SsdPlanner`. `gamma`: tokens per submission. `num_guesses`: guesses of a verdict's last token.
 
     `acceptance`: assumed acceptance probability of a token. `fallback`: after a miss the target waits for a draft
-    (`jit`) or goes on without (`fast`). `decay`: the exponent r of the miss rate F^-r after F guesses. Its default is
-    from the flagship pair on chat: of the tokens that are not the draft's first choice, 0.606 are its second or third,
-    and 1 - 0.606 = 2^-1.34.
+    (`jit`) or goes on without (`fast`). `decay`: the exponent r of the miss rate F^-r after F guesses. Its default was
+    measured with the flagship pair of models on chat: of the tokens that are not the draft's first choice, 0.606 are
+    its second or third, and 1 - 0.606 = 2^-1.34.
     """
 
     gamma: Window = 7

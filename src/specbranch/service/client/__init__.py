@@ -1,1 +1,1 @@
-"""The target's side of a draft service."""
+"""The client of draft services, which runs in the target's process."""

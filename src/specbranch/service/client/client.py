@@ -4,8 +4,8 @@ No call raises into the engine, none takes longer than its deadline, and no draf
 While no replies come in time, the client still sends what was committed, but waits for nothing; the first reply that
 comes turns waiting back on. When there is no service at all, a call costs microseconds.
 
-Most drafts are here before their verdict: the service pushes what to submit after the likeliest verdicts. Then the
-client sends the verdict and waits for nothing.
+Most drafts arrive before their verdict: the service pushes what to submit after the likeliest verdicts. Such a verdict
+is sent without waiting for a reply.
 
 The client sends `Hello` together with the first message, and a service replies in order: no draft is used before the
 draft model's vocabulary was compared with the target's, and nothing waits for that comparison.
@@ -61,7 +61,7 @@ _ASK_S = 1.0  # the pause between two questions to a service that cannot be used
 
 
 class ServiceConnection:
-    """Exchanges messages with one service, and keeps the service's state: whether it replies, and can be used."""
+    """Exchanges messages with one service; tracks whether it replies, drains and has the target's vocabulary."""
 
     def __init__(
         self,
@@ -87,7 +87,7 @@ class ServiceConnection:
         self._asked_s = 0.0
 
     def hello(self, end_s: float) -> Welcome | None:
-        """Ask the service for its version, model and vocabulary; return None if it does not tell them by `end_s`."""
+        """Ask the service for its version, model and vocabulary; return None if it does not reply by `end_s`."""
         self._round += 1
         while self._clock() < end_s:
             if self.send_hello():
@@ -118,10 +118,10 @@ class ServiceConnection:
         return self.send(Hello(VERSION, self._round))
 
     def send_step(self, rows: list[StepRow], end_s: float, step_us: int, beside: OtherRows | None = None) -> bool:
-        """Begin a round: send these rows without waiting; return False, and count it, if the service cannot be reached.
+        """Begin a round: send these rows without waiting; return False if the service cannot be reached, and count it.
 
-        The client waits for the reply until `end_s`. `step_us` is the time of the engine's step, 0 if unknown, and
-        `beside` sums up the rows of the step that other services draft for.
+        `end_s` is until when the client will wait for the reply. `step_us` is the time of the engine's step, 0 if
+        unknown, and `beside` sums up the rows of the step that other services draft for.
         """
         if not self.vocabulary.is_known:
             self.send_hello()  # in the round before: its reply is not the one to wait for
@@ -177,14 +177,14 @@ class ServiceConnection:
         return None
 
     def await_reply(self, end_s: float) -> Reply | None:
-        """Wait until `end_s` for the reply that ends this round and return it; None after a timeout."""
+        """Wait until `end_s` for the reply that ends this round and return it; None after a timeout, and count it."""
         reply = self.poll_reply(end_s, waits=True)
         if reply is None:
             self.mark_timeout()
         return reply
 
     def may_wait(self) -> bool:
-        """Return whether to wait for a reply: not while the service is lagging, and this is counted."""
+        """Return whether to wait for a reply; count the call and return False while the service is lagging."""
         if self.lagging_s is None:
             return True
         self._counts.not_waited += 1
@@ -202,7 +202,7 @@ class ServiceConnection:
         return isinstance(reply, ErrorReply) or reply.round == self._round or is_unusable
 
     def _handle(self, reply: Reply | None) -> None:
-        """Update what is known of the service by a reply, in time or late; None stands for a malformed message."""
+        """Update the service's state from a reply, in time or late; None stands for a malformed message."""
         self._counts.refused += reply is None or isinstance(reply, ErrorReply)
         if isinstance(reply, ErrorReply):
             self.refused_s = self._clock()
@@ -219,7 +219,7 @@ class PreparedRow(NamedTuple):
     """One row of a step that is ready to be sent.
 
     `place` is its index in the call of `propose`, `wire` is `update` as it is sent, and `draft` is the draft that was
-    pushed for this verdict, None if none was.
+    pushed for this verdict, None if no draft was pushed.
     """
 
     place: int
@@ -279,7 +279,7 @@ class DraftClient(DraftSource):
     ) -> list[PreparedRow]:
         """Prepare the rows with these indices to be sent, and return them with the drafts pushed for their verdicts.
 
-        `deltas` says how the sequence of each has grown; the sessions move to the new ids.
+        `deltas` says how each row's sequence has grown; its session moves to the new sequence id.
         """
         advanced = self._sessions.advance(deltas)
         return [
@@ -290,9 +290,10 @@ class DraftClient(DraftSource):
     def finish_step(
         self, rows: Sequence[PreparedRow], reply: Reply | None
     ) -> tuple[dict[int, Draft], dict[bytes, PreparedRow]]:
-        """Return the drafts of these rows by place, and the rows that the service does not know by sequence id.
+        """Return the drafts by the rows' `place`, and the rows of unknown sequences by sequence id.
 
-        `reply` is the service's reply, None if none came. Rows that were opened just before are not among the unknown.
+        `reply` is the service's reply, None if no reply came. Of the unknown sequences, those that were opened within
+        the last second are left out unless the service is draining.
         """
         vocabulary = self.connection.vocabulary
         self.counts.other_vocab += vocabulary.is_mismatch
@@ -319,10 +320,10 @@ class DraftClient(DraftSource):
             row.session.opened_s = self._clock()
 
     def open(self, sequences: Collection[Tokens], end_s: float) -> int:
-        """Open sequences at the service: send all their tokens until `end_s`, at least one; return how many were sent.
+        """Open sequences at the service: send each whole, until `end_s` but at least one; return how many were sent.
 
         Each sequence is a message of its own. A `Hello` follows, because a service that does not know the sequences may
-        be another one than before. A draining service gets none.
+        have another draft model than before. A draining service gets no sequences.
         """
         if self.connection.is_draining:
             self.connection.ask_again()

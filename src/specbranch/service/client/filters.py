@@ -18,9 +18,9 @@ log = logging.getLogger(__name__)
 
 
 class VocabularyCheck:
-    """Compares the vocabulary of the service's draft model with the target's; if that is unknown, any other fits.
+    """Compares the vocabulary of the service's draft model with the target's; if the target's is unknown, any fits.
 
-    `is_known`: they were compared, or need not be. `is_mismatch`: they differ, so no draft may be used.
+    `is_known`: the two were compared, or need not be. `is_mismatch`: they differ, so no draft may be used.
     """
 
     def __init__(self, target: VocabFingerprint) -> None:
@@ -83,10 +83,11 @@ class DraftFilter:
     def apply(
         self, row: SequenceUpdate, proposed: Sequence[int], packed: bytes, sampling: WireSampling | None
     ) -> Draft:
-        """Return a proposal as a draft that fits row and target: cut, and with its sampled tokens sampled again.
+        """Return the proposed tokens as a draft that the target can verify, with its sampled tokens sampled again.
 
-        `packed` holds the distributions that the service has sampled from, b"" if none. `sampling` is how the row
-        samples, None if its draft tokens may not be sampled; `packed` is then ignored.
+        The draft is cut at the row's maximum and before a token that the target lacks. `packed` holds the distributions
+        that the service has sampled from, b"" if there are none. `sampling` is how the row samples, None if its draft
+        tokens may not be sampled; `packed` is then ignored.
         """
         tokens: Sequence[int] = proposed[: row.max_draft_tokens]
         sampled_from: DrawnFrom = ()

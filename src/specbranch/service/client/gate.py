@@ -1,10 +1,10 @@
 """Switch drafts on and off by measured tokens per second, from step times that can be compared.
 
 For every load (rows in the engine's step, in powers of two) the gate measures tokens per second without drafts, then
-with them, and keeps the better way. It tries the other way again now and then, ever more rarely while that keeps
-losing, and more rarely the more a trial costs, so a pair that does not pay costs next to nothing. While no draft
-service can be reached, a trial costs nothing, and drafts are tried as often as at first. Where drafts pay again after a
-long time, the other loads try them soon.
+with drafts, and keeps the faster way. It measures the other way again now and then: ever more rarely while that keeps
+losing, and more rarely the more time a measurement with drafts costs, so drafts that do not pay cost next to nothing.
+While no draft service can be reached, such a measurement costs nothing and is repeated as often as at first. Where
+drafts pay again after a long time, the other loads soon measure them too.
 
 Both ways are measured on one engine: an engine with speculative decoding switched on may be slower than one without,
 even in steps without drafts, and the gate does not see that.
@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 _PLAIN_STEPS = 8  # of a measurement without drafts
-_TRIAL_STEPS = 16  # of one with drafts
+_TRIAL_STEPS = 16  # of a measurement with drafts, a trial
 _SETTLE_STEPS = 4  # after a change, which do not count
 # A trial begins when the first drafts have come, or after this many steps: a draft has to prefill the sequence first,
 # and that must not count.
@@ -27,12 +27,12 @@ _FIRST_OPEN_STEPS, _OPEN_STEPS = 64, 512
 _CLOSED_STEPS, _MAX_CLOSED_STEPS = 256, 8192  # between two trials
 _MARGIN = 1.02  # drafts must give this multiple of the tokens per second of plain decoding
 _HOPELESS = 0.8  # a trial that gives less than this ends early, and so does the wait for its first drafts
-_MAX_LOST = 0.02  # what a trial of drafts has lost may be this share of the steps until the next one
+_MAX_LOST = 0.02  # time lost by a trial, as a share of the time until the next trial
 
 
 @dataclass(slots=True)
 class _Rate:
-    """Tokens per second over the last steps; a step counts half after 32 later ones."""
+    """Tokens per second over the last steps; a step's weight halves every 32 steps."""
 
     tokens: float = 0.0
     seconds: float = 0.0
@@ -51,7 +51,7 @@ class _Rate:
 
 @dataclass(slots=True)
 class _Load:
-    """The measurements and the present decision for one load: steps of at most `max_rows` rows, and more than half."""
+    """The measurements and the present decision for one load: steps of `max_rows` rows down to more than half."""
 
     max_rows: int
     closed_steps: int
@@ -66,7 +66,7 @@ class _Load:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """The result of a measurement for steps of at most `max_rows`: tokens per second with drafts and without."""
+    """The result of measuring steps of at most `max_rows` rows: tokens per second with drafts and without."""
 
     max_rows: int  # steps of half as many rows, or fewer, are another load
     is_open: bool
@@ -96,11 +96,11 @@ class Gate:
 
     @property
     def was_open(self) -> bool:
-        """What `is_open` returned last."""
+        """The last result of `is_open`; False before its first call."""
         return self._was_open
 
     def interrupt(self) -> None:
-        """Leave the next steps out of measurements, as after a change: steps that ran without the gate affect them."""
+        """Leave the next steps out of measurements, as after a switch: steps that the gate did not see affect them."""
         self._since_change = 0
         self._has_seen_drafts = False
         for load in self._loads.values():
@@ -117,7 +117,7 @@ class Gate:
     def observe(self, num_rows: int, num_tokens: int, step_s: float, has_drafts: bool = True) -> None:
         """Add a step that only decoded, and decide again for its load if enough is measured.
 
-        The step must have run as `is_open` last returned. `num_tokens` is what all rows together gained; `has_drafts`:
+        The step must have run as `is_open` last returned. `num_tokens`: new tokens of all rows together; `has_drafts`:
         the step verified drafts.
         """
         load = self._load(num_rows)
@@ -134,7 +134,10 @@ class Gate:
         self._decide(load)
 
     def _stop_waiting_for_drafts(self, load: _Load, num_tokens: int, step_s: float) -> bool:
-        """Return whether a trial counts steps although no draft has come: the wait is too long, or costs too much."""
+        """Return whether to measure drafts although none has come, because the wait is too long or costs too much.
+
+        If the wait costs too much, its steps become the measurement; otherwise add this step to the wait.
+        """
         waited = load.awaiting
         if waited.steps >= _TRIAL_STEPS // 2 and waited.value < _HOPELESS * load.plain.value:
             load.drafted, load.steps, load.awaiting = waited, waited.steps, _Rate()  # that was trial enough
@@ -181,7 +184,7 @@ class Gate:
         self.decisions[load.max_rows] = Decision(load.max_rows, is_open, drafted, plain, num_steps)
 
     def _steps_to_regain(self, load: _Load) -> int:
-        """Return in how many plain steps the time lost by a trial becomes a small share of all time.
+        """Return after how many steps without drafts the time lost by measuring drafts is a small share of all time.
 
         The number is bounded, because the loss may have been chance.
         """
@@ -190,7 +193,7 @@ class Gate:
         return int(min(lost / _MAX_LOST, 4 * _CLOSED_STEPS))
 
     def _retry_soon(self) -> None:
-        """Let all loads try drafts soon. Called when drafts pay at a load where they did not pay for a long time."""
+        """Let all loads measure drafts soon. Called when drafts pay at a load where they long did not pay."""
         for load in self._loads.values():
             load.closed_steps = min(load.closed_steps, _CLOSED_STEPS)
 
@@ -219,7 +222,7 @@ class StepTimer:
     def step_s(self, num_new: Sequence[int], lengths: Sequence[int]) -> float | None:
         """Return the time since the last call; None if rows came, left or were in prefill. Call it after every step.
 
-        `num_new`: new tokens of each row, 0 in prefill; `lengths`: lengths of the rows that have new ones. Rows have
+        `num_new`: new tokens of each row, 0 in prefill; `lengths`: lengths of the rows that have new tokens. Rows have
         no ids here, so the timer recognises them by their lengths.
         """
         now_s = self._clock()

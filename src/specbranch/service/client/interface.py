@@ -41,7 +41,7 @@ class DraftSettings:
     `address` may be a list of services with the same draft and the same keys, which share the load.
     `keys` is a directory with `client.key_secret` and `service.key`, needed for TCP. Targets with the same `namespace`
     share drafts for equal sequences. `is_gated`: do not draft at loads where drafts were measured not to pay.
-    `predictor` is a name, or the directory of a trained predictor: a path, or below $SPECBRANCH_MODELS.
+    `predictor`: a built-in predictor's name, or a trained one's directory, as a path or relative to $SPECBRANCH_MODELS.
     """
 
     address: str | list[str] = field(default_factory=default_address)
@@ -55,14 +55,14 @@ class DraftSettings:
 
     @property
     def trained_predictor(self) -> Path | None:
-        """The directory of the trained predictor; None if `predictor` is the name of a built-in one."""
+        """The directory of the trained predictor; None if `predictor` is the name of a built-in predictor."""
         return None if self.predictor in CONSTANTS else local_model(self.predictor) or Path(self.predictor)
 
     def client_options(self, gamma: int, vocab_len: int | None = None, vocab_sample: bytes = b"") -> ClientOptions:
         """Return the options of a draft client with these settings; raise if the settings are wrong.
 
         `gamma` is the maximum of draft tokens per step, unless the settings name another number. `vocab_len` and
-        `vocab_sample` are the target's; a caller that only checks the settings has none.
+        `vocab_sample` are the target's; a caller that only checks the settings may leave them out.
         """
         load_planners()
         settings = dict(self.settings)
@@ -117,9 +117,9 @@ class SequenceUpdate:
     `hint` is what the target predicts for the next tokens. `name` is the engine's own name for the sequence: while the
     sequence under a name only grows, a call handles only the tokens since the last one. `sampling` says how the engine
     samples: draft tokens may then be sampled too, and the engine verifies them by rejection sampling with
-    `Draft.sampled_from`. It needs a `name`; without a seed the sequence gets a random one. `max_draft_tokens` is the
-    maximum that the engine wants. `has_recurring_noise`: the random numbers that sampled the tokens may come again, so
-    the tokens must not help to draft another sequence.
+    `Draft.sampled_from`. It needs a `name`; without a seed the sequence gets a random seed. `max_draft_tokens` is the
+    longest draft that the engine wants. `has_recurring_noise`: the random numbers that sampled the tokens may come
+    again, so the tokens must not help to draft another sequence.
     """
 
     tokens: Tokens
@@ -137,7 +137,7 @@ class ClientOptions:
     """Where the service is, how long to wait for it, and which planner it uses for this target.
 
     `address` may be a list, of services with the same draft and the same keys (`pool.draft_client`). Clients with the
-    same `namespace` share drafts for equal sequences; without one the client makes a random one. `step_share` bounds
+    same `namespace` share drafts for equal sequences; without it the client makes a random one. `step_share` bounds
     the wait for a reply to this part of the target's step time, as known from `propose`, and never above `deadline_s`;
     it is None for planners that let the target wait on purpose. `vocab_len` is how many tokens the target has. An
     engine fails at a larger token id, so drafts are cut before it; without a number the caller has to do that.
@@ -187,7 +187,7 @@ _COUNTS = attrgetter(*ClientCounts.__slots__)
 
 
 class DraftSource(ABC):
-    """Gets drafts for one target. One thread at a time may use it; in a forked process it returns no drafts."""
+    """Base class of draft sources for one target. One thread at a time may use it; a forked process gets no drafts."""
 
     def __init__(
         self,
@@ -207,13 +207,13 @@ class DraftSource(ABC):
 
     @property
     def namespace(self) -> bytes:
-        """The namespace that keeps this target's sequences apart from those of others."""
+        """The namespace that keeps this target's sequences apart from those of other targets."""
         return self._namespace
 
     @property
     @abstractmethod
     def is_lagging(self) -> bool:
-        """Whether no service answers in time any more."""
+        """Whether no service replies in time, so that calls do not wait for replies."""
 
     @property
     @abstractmethod
@@ -236,7 +236,7 @@ class DraftSource(ABC):
         """Send the service prompts that the target begins to prefill, as many as possible until `end_s`."""
 
     def propose(self, rows: Sequence[SequenceUpdate], step_s: float | None = None) -> list[Draft]:
-        """Send the verdicts of a step and return a draft for every row, empty where none came in time. Never raise.
+        """Send the verdicts of a step and return a draft for every row, empty where it is not in time. Never raise.
 
         `step_s` is the time since the last call, if the engine has run one step since then, which decoded these rows
         and nothing else.

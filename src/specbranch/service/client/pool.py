@@ -7,7 +7,7 @@ sequences move to other services, which open them anew. A service that is draini
 Rendezvous hashing of its first tokens routes a new sequence, so that equal prompts of several targets meet at one
 service and share its cache, and so do the turns of a chat. When a service comes or goes, prompts of other services do
 not move. A sequence stays at its service while it grows. Where many prompts begin alike, some go to the next service in
-their order: no service gets much more than its share of a target's sequences.
+their rendezvous order: no service gets much more than its share of a target's sequences.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _MIN_LOAD = 4  # sequences that a service may get in any case
 
 
 def draft_client(options: ClientOptions) -> DraftSource:
-    """Return a client if the options name one address, or a pool if they name several."""
+    """Return a client if the options name one address, or a pool if they name several addresses."""
     return DraftClient(options) if len(normalize_addresses(options.address)) == 1 else DraftPool(options)
 
 
@@ -113,8 +113,8 @@ class DraftPool(DraftSource):
     def _usable(self, end_s: float) -> set[int]:
         """Handle all replies that have come, and return the numbers of the services that can be used.
 
-        Services that lately refused a message are among them only if there are no others. Ping services that cannot be
-        used or are draining.
+        A service that lately refused a message is included only if no service without a refusal can be used. Ping
+        services that cannot be used or are draining.
         """
         now_s = self._clock()
         flaws = []
@@ -133,7 +133,7 @@ class DraftPool(DraftSource):
         return usable or {number for number, flaw in enumerate(flaws) if flaw is None}
 
     def _taking(self, usable: Collection[int]) -> list[int]:
-        """Return those of the usable services that accept new sequences."""
+        """Return the numbers of the usable services that accept new sequences."""
         return [number for number in usable if not self._services[number].connection.is_draining]
 
     def _log_changes(self, flaws: list[str | None]) -> None:
@@ -147,9 +147,9 @@ class DraftPool(DraftSource):
     def _place(
         self, rows: Sequence[SequenceUpdate], deltas: Mapping[int, SequenceDelta], usable: Collection[int]
     ) -> dict[int, list[int]]:
-        """Return the indices of the rows by the number of the service that gets them.
+        """Assign rows to services, and return the indices of the rows by the number of the service.
 
-        Choose a service for new sequences, and for those whose service cannot be used.
+        A sequence keeps its service. New sequences, and those whose service cannot be used, are routed to a usable one.
         """
         homes = {index: self._router.lookup(delta.before) for index, delta in deltas.items()}
         self._router.forget([delta.before for delta in deltas.values()])
@@ -169,7 +169,7 @@ class DraftPool(DraftSource):
         return {number: indices[:MAX_ROWS] for number, indices in placed.items()}
 
     def _collect(self, num_rows: int, sent: Mapping[DraftClient, Sequence[PreparedRow]], end_s: float) -> list[Draft]:
-        """Wait for the replies until `end_s`, and return a draft for every row, empty where none came.
+        """Wait for the replies until `end_s`, and return a draft for every row, empty if none came in time.
 
         Open the sequences that a service does not know.
         """
@@ -246,7 +246,7 @@ class RendezvousRouter:
         return self._routes.get(sequence_id)
 
     def assign(self, tokens: Tokens, usable: Collection[int]) -> int | None:
-        """Return the number of the service for a new sequence that begins with `tokens`; None if none is usable."""
+        """Return the number of the service for a new sequence that begins with `tokens`; None if `usable` is empty."""
         if not usable:
             return None
         max_load = max(_MIN_LOAD, math.ceil(_MAX_EXCESS * (sum(self._loads) + 1) / len(usable)))
@@ -261,7 +261,7 @@ class RendezvousRouter:
             self._routes.popitem(last=False)
 
     def forget(self, ids: Collection[bytes]) -> None:
-        """Remove these ids, of sequences that have other ids now or that no service has any more."""
+        """Forget these sequence ids: the sequences have got new ids, or their service does not have them."""
         for one in ids:
             self._routes.pop(one, None)
 

@@ -28,7 +28,7 @@ _TAIL = 8  # tokens that must still be the same, in case an engine uses a name t
 class SequenceDelta(NamedTuple):
     """How a sequence has grown since it was last sent: its id then, the new tokens, and its id now.
 
-    `seed` is for sampling its draft tokens again.
+    `seed` is for sampling its draft tokens; 0 for a sequence without a name.
     """
 
     before: bytes

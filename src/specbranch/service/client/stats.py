@@ -36,7 +36,7 @@ class ServiceStatus(enum.Enum):
 class StatsClient:
     """Reads the counters of a draft service over its own connection. One thread at a time may use it.
 
-    It requests the `stats` of one namespace or, without one, the `overview` of the service; both are None before the
+    It requests the `stats` of a namespace or, if that is None, the `overview` of the service; both are None before the
     first reply. `refusal` is why the service refused the last request, None if it did not. `transport` and `clock`
     replace the client's own socket and the machine's clock.
     """
@@ -122,7 +122,7 @@ class StatsClient:
 
 @dataclass(frozen=True, slots=True)
 class MetricSample:
-    """One number on a page of metrics."""
+    """One number on a page of Prometheus metrics."""
 
     name: str
     labels: Mapping[str, str]
@@ -130,7 +130,7 @@ class MetricSample:
 
 
 def parse_metrics_text(text: str) -> Iterator[MetricSample]:
-    """Yield the samples of a page; skip comments and malformed lines."""
+    """Yield the samples of a page in Prometheus' text format; skip comments and malformed lines."""
     for line in text.splitlines():
         found = _SAMPLE.match(line)
         if found is None:

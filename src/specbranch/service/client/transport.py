@@ -1,6 +1,6 @@
 """The client's ZeroMQ socket: send and receive frames, notice a lost connection and make it anew.
 
-A `Transport` reads no clock and no message, so that tests can put another one in its place.
+A `Transport` reads no clock and decodes no message, so that tests can put another transport in its place.
 
 ZeroMQ connects by itself, again and again. It gives up for good on a peer that breaks a rule, such as the bound on
 frames, so a connection over which nothing can be sent is made anew from time to time. The directory of a Unix socket
@@ -44,22 +44,22 @@ _decoder: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(Reply)
 
 
 class Transport(Protocol):
-    """A connection to a service that is made again by itself when it is lost. A method raises only what it names."""
+    """Interface of a connection to a service that restores itself. Methods raise only what their docstrings name."""
 
     def send(self, frame: bytes) -> bool:
         """Send a frame without waiting; return False if there is nobody to send it to."""
         ...
 
     def receive(self, max_messages: int) -> list[list[bytes]]:
-        """Return the messages that are here, each as its frames, without waiting."""
+        """Return up to `max_messages` messages that have arrived, each as a list of frames, without waiting."""
         ...
 
     def await_readable(self, timeout_s: float) -> bool:
-        """Wait until a message is here or the time is up; return whether there is one."""
+        """Wait up to `timeout_s` for a message; return whether one has arrived."""
         ...
 
     def await_writable(self, timeout_s: float) -> None:
-        """Wait until something can be sent, or the time is up."""
+        """Wait up to `timeout_s` until a message can be sent."""
         ...
 
     def reconnect(self) -> None:
@@ -117,7 +117,7 @@ class ZmqTransport:
 
 
 def poll_any(transports: Sequence[ZmqTransport], timeout_s: float) -> list[ZmqTransport]:
-    """Wait until one of these has a message or the time is up; return those that have one."""
+    """Wait up to `timeout_s` for a message; return the transports that have one. With no time left, return []."""
     asked: list[tuple[Any, int]] = [(transport._socket, zmq.POLLIN) for transport in transports]
     ready = dict(zmq.zmq_poll(asked, math.ceil(timeout_s * 1000))) if timeout_s > 0 else {}
     return [transport for transport in transports if transport._socket in ready]
@@ -169,13 +169,13 @@ class MessageChannel:
         return False
 
     def await_writable(self, timeout_s: float) -> None:
-        """Wait until something can be sent, or the time is up."""
+        """Wait up to `timeout_s` until a message can be sent."""
         self._transport.await_writable(timeout_s)
 
     def receive(self, end_s: float, waits: bool = False) -> list[Reply | None]:
         """Return the replies that have come, as many as can be decoded until `end_s`; None for a malformed message.
 
-        With `waits`, wait until `end_s` for the first one.
+        With `waits`, wait until `end_s` for the first reply.
         """
         is_more = self._fill()
         if waits and not self._backlog:
@@ -240,7 +240,7 @@ class MessageChannel:
 
 
 def dealer_socket(context: zmq.Context[Any], address: str, keys: ClientKeys | None = None) -> zmq.Socket[bytes]:
-    """Return a DEALER socket that connects to the address again and again, with back-off; see `connect_if_trusted`."""
+    """Return a DEALER socket that connects to the address, and reconnects with back-off; see `connect_if_trusted`."""
     dealer: zmq.Socket[bytes] = context.socket(zmq.DEALER)
     dealer.setsockopt(zmq.LINGER, LINGER_MS)
     dealer.setsockopt(zmq.MAXMSGSIZE, MAX_REPLY)

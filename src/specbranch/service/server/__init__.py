@@ -1,1 +1,1 @@
-"""The draft service itself."""
+"""The draft service: it keeps sessions, runs draft steps and answers clients."""

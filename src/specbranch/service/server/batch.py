@@ -1,6 +1,6 @@
-"""Plan the batch of a draft step: whose sessions take part, which rows each runs, and how much is prefilled.
+"""Plan the batch of a draft step: which sessions take part, which rows each runs, and how much is prefilled.
 
-Planning itself takes time, so where several tenants share the draft a step plans for no more sessions than pay off.
+Planning takes time too, so where several tenants share the draft, a step plans for only as many sessions as pay off.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ _MIN_PAUSE_S = 0.05  # between two steps of a tenant; messages of one step come 
 _PREFILL_HALF_LIFE_S = 10.0
 _SMOOTHING = 0.1  # weight of a new time of prefill or of planning
 _MIN_PLANNED = 4  # sessions, however long planning takes
-_OTHERS_SHARE = 4  # one place in four is for sessions that no present tenant decodes
+_OTHERS_SHARE = 4  # one session in four may be one that no present tenant decodes
 _MAX_OTHERS_PLANNING_S = 0.004  # for those sessions, per step
-_REST_FACTOR, _MAX_REST_S = 16, 0.25  # after that they rest for 16 times as long
+_REST_FACTOR, _MAX_REST_S = 16, 0.25  # then these sessions are left out for 16 times as long
 _Queues = OrderedDict[bytes, OrderedDict[DraftSession, None]]  # by tenant
 SessionRow = tuple[DraftSession, EngineRow]
 
@@ -101,8 +101,8 @@ class RunnableSessions:
         """Return the sessions to plan for next, at most `max_sessions`, and at most `max_others` less important ones.
 
         The less important ones were only opened, or no target waits for them and their tenants are not `present`.
-        Awaited sessions go first, and the first session of every tenant before a second one of any. Move the returned
-        sessions to the end of their queues.
+        Awaited sessions go first, and the first session of every tenant before a second of any tenant. Move the
+        returned sessions to the end of their queues.
         """
         needed: dict[bytes, list[DraftSession]] = {}
         others: list[list[DraftSession]] = []
@@ -185,7 +185,7 @@ class BatchPlanner:
         return max(self._others_at_s - self._clock(), 0.0) if self._may_pause else 0.0
 
     def plan(self) -> DraftBatch:
-        """Choose the rows of the next step and prepare their handles in the engine."""
+        """Return the batch of the next step: choose its rows, and prepare their handles in the engine."""
         sessions, others = self._select_sessions()
         requests = self._requests(sessions, others)
         cost = self._step_cost() if self._is_shared else None
@@ -206,7 +206,10 @@ class BatchPlanner:
         return batch
 
     def observe_step(self, rows: Sequence[SessionRow], num_outputs: int, step_s: float) -> None:
-        """Learn from the time of a step: what rows take or, if the step has prefilled, what a prefilled token takes."""
+        """Learn from the time of a step: what rows take or, if the step has prefilled, what a prefilled token takes.
+
+        `num_outputs` is the number of distributions that the step has returned.
+        """
         num_prefilled = sum([len(row.row.tokens) for _, row in rows]) - num_outputs
         if not num_prefilled:
             self._cost.observe(num_outputs, step_s)
@@ -228,8 +231,8 @@ class BatchPlanner:
     def _select_sessions(self) -> tuple[list[DraftSession], list[DraftSession]]:
         """Return the sessions to plan for: all if there is one tenant, else at most as many as double a step's time.
 
-        The second list has the sessions that were only opened, or whose tenants have gone. They get few places and
-        little time. Sessions in neither list come in a later step.
+        The second list has sessions that were only opened, or whose tenants have gone: only a few, for which little
+        planning time is spent. Sessions in neither list come in a later step.
         """
         self._may_pause = self._is_shared = False
         if len(self._activity.keys() | self.runnable.tenants) > 1:
@@ -252,7 +255,7 @@ class BatchPlanner:
     def _requests(
         self, sessions: Sequence[DraftSession], others: Sequence[DraftSession]
     ) -> list[RowRequest[DraftSession]]:
-        """Return which nodes each session wants to run; stop with `others` when the planning time for them is over."""
+        """Return which nodes each session wants to run; plan for `others` only until their time limit is reached."""
         now_s = self._clock()  # read once: all sessions of a tenant have then prefilled equally much
         requests = [self._row_request(session, now_s) for session in sessions]
         if others:
@@ -265,7 +268,7 @@ class BatchPlanner:
         return [request for request in requests if request is not None]
 
     def _row_request(self, session: DraftSession, now_s: float) -> RowRequest[DraftSession] | None:
-        """Return which nodes a session wants to run; None if it has none, or if it waits for its prefix donor."""
+        """Return which nodes a session wants to run; None if there are none, or while it waits for its prefix donor."""
         request = None
         with self._faults.guard(session), session.lock:
             core, num_unprefilled = session.core, session.num_unprefilled
@@ -317,7 +320,7 @@ class BatchPlanner:
         return donor.num_unprefilled > 1 and (has_turns or not session.has_verdict)
 
     def _adopt_prefix(self, session: DraftSession) -> None:
-        """Start a session with the prefix that its donor's cache holds, if the donor can still give it."""
+        """Start a session's cache with a copy of the prefix in its donor's cache, if the donor still holds it."""
         found, session.prefix_donor = session.prefix_donor, None
         if found is None or not session.is_draftable:
             return
@@ -348,7 +351,7 @@ def _fork_prefix(donor: DraftSession, session: DraftSession, min_len: int) -> tu
 def _common_prefix_len(one: Sequence[int], other: Sequence[int], min_len: int) -> int:
     """Return how many tokens both sequences begin with, not counting the last token of `other`.
 
-    At least `min_len` of them are known to be equal.
+    The first `min_len` tokens are known to be equal.
     """
     length = min_len
     while length < min(len(one), len(other) - 1) and one[length] == other[length]:

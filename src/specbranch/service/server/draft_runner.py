@@ -1,4 +1,4 @@
-"""The draft thread, which repeats: take in changed sessions, plan a batch, run it, put distributions into the trees.
+"""The draft thread, which repeats: take in changed sessions, plan a batch, run it, put its results into the trees.
 
 It alone touches the engine. Rows of all sessions compete for a step: first those that a target waits for, then by how
 likely it is, by the draft's distributions, that their tokens will be verified. Prefill goes in chunks, and a step
@@ -74,7 +74,7 @@ class DraftRunner:
 
     @property
     def engine_failed(self) -> bool:
-        """Whether the engine has run nothing for so many steps that no further one will succeed."""
+        """Whether the engine has failed at so many steps in a row that it counts as lost."""
         return self._num_failures >= _MAX_FAILURES
 
     def notify(self, session: DraftSession) -> None:
@@ -155,10 +155,10 @@ class DraftRunner:
         self._notify()
 
     def _evict_idle_kv(self) -> None:
-        """Close the handles of idle sessions, least recently used first, until these hold few enough tokens.
+        """Close the handles of idle sessions, least recently used first, until idle sessions hold few enough tokens.
 
-        The limit is `idle_cache_tokens` of the engine: more of them in the cache would slow down other sessions. The
-        sessions stay: one that goes on after all is prefilled again.
+        The limit is the engine's `idle_cache_tokens`: more idle tokens in its cache would slow down other sessions. The
+        sessions stay in the store: a session that goes on after all is prefilled again.
         """
         limit = self._engine.info.idle_cache_tokens
         if limit >= self._engine.info.max_tokens or self._engine.num_tokens <= limit:
@@ -203,7 +203,7 @@ class DraftRunner:
         return True
 
     def _place(self, rows: Sequence[SessionRow], distributions: Sequence[Distribution]) -> None:
-        """Put each distribution on its node, and note the sessions that got some for `pop_updated`."""
+        """Put each distribution on its node, and keep the sessions that got distributions for `pop_updated`."""
         outputs = [(session, node) for session, row in rows for node in row.nodes]
         grown: dict[DraftSession, list[tuple[Node, Distribution]]] = {}
         for (session, node), distribution in zip(outputs, distributions, strict=True):
@@ -232,7 +232,7 @@ class DraftRunner:
     def _recover(self, sessions: list[DraftSession]) -> None:
         """Close the handles of these sessions after a step for which the engine was full, and evict one session.
 
-        The others prefill again.
+        The remaining sessions prefill again.
         """
         for session in sessions:
             with self.faults.guard(session):

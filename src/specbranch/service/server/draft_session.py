@@ -28,7 +28,7 @@ _numbers = itertools.count(1)
 
 
 class State(Enum):
-    """What a session is doing."""
+    """The state of a session: preparing, awaited by a target, in a long prefill, without drafts, or dropped."""
 
     PREPARING = "preparing"  # the draft works ahead; no target waits
     TARGET_WAITING = "target waiting"  # a target waits for its draft
@@ -63,7 +63,7 @@ class DraftSession:
         tenant: bytes = b"",
         is_draftable: bool = True,
     ) -> None:
-        """`digest` is that of the whole sequence; without a `tenant` the namespace counts as one."""
+        """Create a session; `digest` is that of the whole sequence; without a `tenant` the namespace is the tenant."""
         self.number = next(_numbers)  # tells sessions apart in a timeline
         self.namespace = namespace
         self.tenant = tenant or namespace
@@ -106,7 +106,7 @@ class DraftSession:
         return self.client.steps - self._last_step > _IDLE_STEPS
 
     def is_active(self, now_s: float) -> bool:
-        """Return whether a target still decodes the sequence: neither paused nor idle, and the target is not silent."""
+        """Return whether a target still decodes the sequence: not paused, not idle, and its target is not silent."""
         return not (self.is_paused or self.is_idle) and now_s - self.client.last_message_s < _ACTIVE_S
 
     @property
@@ -123,7 +123,7 @@ class DraftSession:
     def set_state(self, state: State) -> bool:
         """Change the state and return True; return False if that is not allowed.
 
-        A dropped session stays dropped, and an undraftable one can only be dropped.
+        A dropped session stays dropped, and an undraftable session can only be dropped.
         """
         with self._state_lock:
             if self.state is State.DROPPED or not (self.is_draftable or state is State.DROPPED):
@@ -194,9 +194,9 @@ class DraftSession:
             return None
 
     def propose_without_waiting(self) -> Draft | None:
-        """Submit what may be submitted at once and return it; the target waits no longer (`Session.submit_ready`).
+        """Submit what may be submitted at once (`Session.submit_ready`), end the target's wait, and return the draft.
 
-        By rejection sampling that is what has been drafted so far, by exact match it is nothing. It is never None.
+        For rejection sampling the draft is what has been drafted so far, for exact match it is empty; it is never None.
         """
         with self.lock:
             return self._submit_ready()

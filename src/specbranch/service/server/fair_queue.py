@@ -112,7 +112,7 @@ class DecayedUsage:
     def __init__(self, half_life_s: float, newcomer: float = 0.0) -> None:
         self._half_life_s = half_life_s
         self._newcomer = newcomer
-        self._used: OrderedDict[bytes, tuple[float, float]] = OrderedDict()  # amount, and when it was that
+        self._used: OrderedDict[bytes, tuple[float, float]] = OrderedDict()  # amount, and the time at which it was that
 
     def get(self, key: bytes, now_s: float) -> float:
         """Return the usage of a key at time `now_s`."""

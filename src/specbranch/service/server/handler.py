@@ -169,7 +169,7 @@ class RequestHandler:
     def _activity(self, client: Client, namespace: bytes) -> ClientActivity:
         """Return the activity of a client, after adding the namespace; raise `FrameError` if it uses too many.
 
-        They are limited because each counts as a tenant.
+        Namespaces are limited because each counts as a tenant.
         """
         activity = self.lookup.tenants.client(client)
         if namespace not in activity.namespaces:
@@ -269,8 +269,8 @@ class RequestHandler:
     def _serve_row(self, served: _ServedRows, index: int) -> tuple[DraftSession | None, Draft | None]:
         """Commit the verdict of a row, and return its session and its draft.
 
-        The session is None if the sequence is unknown, the draft is None if there is none yet. A row that equals an
-        earlier one of the step gets the same. A row with a prefetched draft gets an empty one.
+        The session is None if the sequence is unknown; the draft is None if it is not ready. A row that equals an
+        earlier row of the step gets the same session and draft. A row with a prefetched draft gets an empty draft.
         """
         row = served.step.rows[index]
         first = served.by_name.setdefault((row.before, row.after), index)
@@ -334,8 +334,9 @@ class _ServedRows:
 def _split_by_urgency(rows: Sequence[StepRow]) -> tuple[list[int], list[int]]:
     """Return the indices of the rows to serve before the reply, and of those to serve after it.
 
-    A target verifies its prefetched drafts already, so rows that have them can wait. But where such a row shares a
-    sequence with a row that asks, both are served before, in their order: the first of the two gets the session.
+    A target verifies its prefetched drafts already, so rows with a prefetched draft can wait. But where such a row
+    shares a sequence with a row that asks for a draft, both are served before the reply, in their order: the first of
+    the two gets the session.
     """
     asked = {name for row in rows if row.prefetched is None for name in (row.before, row.after)}
     parts: tuple[list[int], list[int]] = [], []
@@ -350,7 +351,7 @@ def _user_name(key: bytes) -> bytes:
 
 
 def prefetch_messages(sessions: Iterable[DraftSession], faults: FaultGuard) -> Iterator[tuple[bytes, PrefetchPush]]:
-    """Yield clients with messages for them: the drafts that have changed for those of the sessions that they decode."""
+    """Yield pairs of a client and a message for it: the changed drafts of those `sessions` that the client decodes."""
     rows: dict[ClientActivity, list[PrefetchRow]] = {}
     for session in sessions:
         if session.is_dropped or not session.is_draftable or session.client.num_pushes >= _MAX_PUSHES:

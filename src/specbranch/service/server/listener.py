@@ -244,7 +244,7 @@ class SocketFile:
             return self._is_there()
 
     def replace(self, file: SocketFile) -> None:
-        """Use this new file at the same path from now on, in place of one that was deleted."""
+        """Use this new file at the same path from now on, in place of the file that was deleted."""
         with self._lock:
             self._identity, self._is_hidden = file._identity, False
 

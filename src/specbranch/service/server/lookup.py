@@ -132,9 +132,9 @@ class SessionLookup:
         return session
 
     def _put_stub(self, namespace: bytes, tenant: bytes, digest: Digest, last: int, obstacle: Obstacle) -> DraftSession:
-        """Store a sequence that gets no drafts by its digest and last token, so that no client opens it again.
+        """Store a session for a sequence that gets no drafts, so that no client opens it again; return the session.
 
-        Return its session; `obstacle` is why it gets no drafts.
+        It has only the digest and the `last` token of the sequence. `obstacle` is why the sequence gets no drafts.
         """
         self._store.undrafted.record(namespace, *obstacle)
         planner = make_planner("none", {}, _PREDICTORS["none"])
@@ -146,7 +146,7 @@ class SessionLookup:
         return session
 
     def _undraftable_reason(self, greatest: int, length: int) -> Obstacle | None:
-        """Return why a sequence with this greatest token and this length gets no drafts; None if it can get some.
+        """Return why a sequence with this greatest token and this length gets no drafts; None if it can get drafts.
 
         The draft model must know all tokens of the sequence, and the cache must hold them with some room to draft.
         """

@@ -1,4 +1,4 @@
-"""Replies that are held back, for planners that let a target wait, until all drafts are there or the time is up."""
+"""Replies that are held back, for planners that let a target wait, until all drafts are ready or the time is up."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class PendingStep:
     deadline_s: float
     sessions: list[DraftSession | None]
     proposals: list[list[int] | None] = field(init=False)
-    probs: list[bytes] = field(init=False)  # what the tokens of the proposals were sampled from
+    probs: list[bytes] = field(init=False)  # the packed distributions that the proposals were sampled from
     waiting: set[int] = field(default_factory=set)  # rows that have no draft yet
     num_held: int = 0  # rows that had no draft at once
 
@@ -80,7 +80,7 @@ class PendingReplies:
         return session in self._rows
 
     def all(self) -> list[PendingStep]:
-        """Return all steps."""
+        """Return all steps without a reply."""
         return list(self._pending.values())
 
     def overdue(self, now_s: float) -> list[PendingStep]:
@@ -92,7 +92,7 @@ class PendingReplies:
         return min((pending.deadline_s for pending in self._pending.values()), default=None)
 
     def completed(self, grown: Collection[DraftSession]) -> list[PendingStep]:
-        """Ask awaited sessions in `grown` for their drafts; return the steps in which no row waits any more.
+        """Ask awaited sessions in `grown`, which have new distributions, for drafts; return steps that are complete.
 
         Rows that wait for a session that was dropped, or that has much to prefill, stop waiting too.
         """
@@ -131,7 +131,7 @@ class PendingReplies:
         self._notify(session)
 
     def _release(self, pending: PendingStep, index: int) -> None:
-        """Let a row wait no more; if no other row waits for its session, end the session's state TARGET_WAITING."""
+        """End the wait of a row; if no other row waits for its session, end the session's state TARGET_WAITING."""
         pending.waiting.discard(index)
         session = pending.sessions[index]
         assert session is not None, "a row waits for a session"

@@ -104,7 +104,7 @@ class EventSink:
             self._timeline.answer((client, step.namespace), since_s, at_s, num_held)
 
     def drafted(self, feeds: Sequence[tuple[DraftSession, EngineRow]], start_s: float, end_s: float) -> None:
-        """Record a draft step; call it before the distributions enter the trees.
+        """Record a draft step with these `feeds`, its rows; call it before the distributions enter the trees.
 
         The step counts as prefill if a row only prefills, or if its session has run no row before.
         """
@@ -150,8 +150,8 @@ class VerdictRecord:
 class TraceRecorder:
     """Writes one trace file, up to `max_bytes`. Only the lookup thread uses it.
 
-    It appends to an existing file, for example after a crash. Tests pass another clock as `wall_ns` and another disk as
-    `open_file`.
+    It appends to an existing file, for example after a crash. `draft` is the name of the draft model. Tests pass
+    another clock as `wall_ns` and another disk as `open_file`.
     """
 
     def __init__(

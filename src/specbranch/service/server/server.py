@@ -46,8 +46,8 @@ _STOP_S = 5.0  # for the step that is running when the service stops
 class ServiceOptions:
     """Where to listen, how many sessions to keep, and how many tokens of a sequence to prefill at a time.
 
-    With `prefill_chunk` None it is few on a CPU, where a token costs milliseconds, and many elsewhere. `engine` is only
-    shown to clients that ask for the settings. No reply is held back longer than `max_wait_s`.
+    `prefill_chunk` None means 32 tokens on a CPU, where a token costs milliseconds, and 512 elsewhere. `engine` is a
+    name, only shown to clients that ask for the settings. No reply is held back longer than `max_wait_s`.
     """
 
     address: str
@@ -60,7 +60,7 @@ class ServiceOptions:
 
 
 class Router(Protocol):
-    """The socket that all clients are connected to: a `Listener`, or a fake one in tests."""
+    """Interface of the socket that all clients are connected to: a `Listener`, or a fake one in tests."""
 
     def receive(self) -> Message:
         """Return the next message; raise `zmq.Again` if there is none."""
@@ -85,7 +85,7 @@ class Server:
         clock: Callable[[], float] = time.monotonic,
         work_clock: Callable[[], float] = time.thread_time,
     ) -> None:
-        """`work_clock` is the CPU time of this thread, by which clients are charged."""
+        """Create the service; `work_clock` returns the thread's CPU time, which is charged to the client served."""
         self._engine = engine
         self._observer = observer
         self._options = options
@@ -167,7 +167,10 @@ class Server:
             self.turn(listener)
 
     def _check(self, listener: Listener) -> None:
-        """Raise if the engine or the draft thread has failed; once a second, check the socket's file."""
+        """Raise if the engine or the draft thread has failed.
+
+        Once a second, check the socket's file: bind again if it was deleted, raise if another service has replaced it.
+        """
         if self.runner.engine_failed:
             raise EngineError("the draft engine fails at every step; see the first error above, and start it again")
         if not self.runner.is_alive:
@@ -209,7 +212,7 @@ class Server:
                 log.debug("an answer was not sent, because its client has gone: %s", error)
 
     def _wake(self) -> None:
-        """Wake the lookup thread. Called by the draft thread; one message in the pipe is enough."""
+        """Wake the lookup thread; if the pipe is full, a wake-up is pending already. Called by the draft thread."""
         self._is_woken = True
         if self._wake_sender is not None:
             with contextlib.suppress(zmq.Again):
@@ -217,7 +220,7 @@ class Server:
 
 
 def _settings(info: EngineInfo, options: ServiceOptions, prefill_chunk: int) -> dict[str, str | int]:
-    """Return by name how a service was started, without values that are unknown."""
+    """Return the settings that a service was started with, by name, without unknown (empty or zero) values."""
     settings: dict[str, str | int] = {
         "version": __version__,
         "wire": VERSION,

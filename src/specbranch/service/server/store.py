@@ -71,7 +71,7 @@ class SessionStore:
         self._dropped: list[DraftSession] = []
         self._retired: OrderedDict[bytes, Stats] = (
             OrderedDict()
-        )  # of dropped sessions, by namespace, the last to lose one last
+        )  # of dropped sessions, by namespace; the one that lost a session last is at the end
         self._retired_total = Stats()
         self._evicted: OrderedDict[Key, int] = OrderedDict()  # key and length of evicted sequences
         self.num_evictions = 0
@@ -138,7 +138,7 @@ class SessionStore:
         """Evict one session to make room in the engine for the sessions in `wanting`.
 
         `weight` is the share of the engine that a session takes. The tenant with the largest share loses its least
-        recently used session that is not in `wanting`; if it has none, its heaviest one in `wanting`.
+        recently used session that is not in `wanting`; if it has none, its heaviest session in `wanting`.
         """
         with self._lock:
             held = [session for session in self._sessions.values() if session.tree_cache.num_handles]
@@ -151,7 +151,7 @@ class SessionStore:
             self._evict(next(idle, None) or max(own, key=weight))
 
     def pop_evicted_length(self, key: Key) -> int | None:
-        """Return the length of a sequence that was evicted for lack of room, and forget it; None if it was not."""
+        """Return the length of a sequence evicted for lack of room, and forget it; None if it was not evicted."""
         with self._lock:
             return self._evicted.pop(key, None)
 
@@ -243,7 +243,7 @@ class PrefixHashes:
         self.num_hashed = 0
 
     def extend(self, tokens: Sequence[int]) -> Iterator[tuple[int, bytes]]:
-        """Yield length and digest of each new prefix since the last call; `tokens` is the whole sequence."""
+        """Yield length and digest of each prefix that is new since the last call; `tokens` is the whole sequence."""
         num_marks = (len(tokens) - self.num_hashed) // MARK_LEN
         packed = as_bytes(tokens[self.num_hashed : self.num_hashed + num_marks * MARK_LEN])  # at once, for long ones
         mark_size = len(packed) // max(num_marks, 1)
@@ -266,8 +266,8 @@ class PrefixIndex(Generic[T]):
     def add(self, holder: T, namespace: bytes, tokens: Sequence[int]) -> tuple[T, int] | None:
         """Index `holder` for those prefixes of `tokens`, its whole sequence, for which it is not indexed yet.
 
-        It replaces earlier holders. Return the one of the longest such prefix and the prefix's length; None if there
-        was none.
+        It replaces earlier holders. Return the earlier holder of the longest of these prefixes, the whole sequence
+        excepted, and the prefix's length; None if there was no earlier holder.
         """
         if holder not in self._marks:
             self._marks[holder] = (PrefixHashes(), [])
@@ -304,7 +304,7 @@ class PrefixIndex(Generic[T]):
 
 
 class FaultGuard:
-    """The fault barrier of one thread: logs the first exception of a kind, counts all, drops the session at fault."""
+    """The fault barrier of one thread: logs the first exception of each kind, counts all, drops sessions at fault."""
 
     def __init__(self, store: SessionStore) -> None:
         self._store = store
@@ -364,7 +364,7 @@ class UndraftableSequences:
             log.warning(_MESSAGES[reason] + "; further ones are only counted", value, limit)
 
     def counts(self, namespace: bytes | None = None) -> dict[Reason, int]:
-        """Return how many sequences got no drafts, by reason: of one namespace, or of all."""
+        """Return how many sequences got no drafts, by reason, in one namespace or (None) in all."""
         with self._lock:
             counter = self._total if namespace is None else self._counts.get(namespace, Counter())
             return {reason: counter[reason] for reason in REASONS}

@@ -62,7 +62,7 @@ class Tenants:
         return self._tenant(namespace).costs
 
     def client(self, name: bytes) -> ClientActivity:
-        """Return the activity of a client; a new one begins at zero."""
+        """Return the activity of a client; a new client begins at zero."""
         client = self._clients.get(name)
         if client is None:
             client = self._clients[name] = ClientActivity(name)
@@ -73,13 +73,13 @@ class Tenants:
 
     @property
     def clients(self) -> list[bytes]:
-        """The clients that are still known, the one that sent a step or a sequence last at the end."""
+        """The known clients, in the order in which they last sent a step or a sequence."""
         return list(self._clients)
 
     def record_step(self, step: StepRequest, now_s: float) -> None:
-        """Learn the time of a target's step, as the target reports it, else from the pause since the last reply.
+        """Learn the time of a target's step, as the target reports it.
 
-        Without a report the step is taken to have begun when the last reply to its namespace left.
+        For a target that reports no times, the step is taken to have begun when the last reply to its namespace left.
         """
         tenant = self._tenant(step.namespace)
         step_s = step.step_us / 1e6

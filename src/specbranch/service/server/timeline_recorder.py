@@ -245,7 +245,7 @@ class TreeSnapshot:
         return len(self.tokens)
 
     def as_json(self) -> dict[str, Any]:
-        """Return the four arrays as lists of equal length, by name."""
+        """Return the snapshot as a JSON dict: the four arrays by name, as lists of equal length."""
         return {name: getattr(self, name).tolist() for name in self.__slots__}
 
 

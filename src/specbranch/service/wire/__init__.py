@@ -1,1 +1,1 @@
-"""The wire between draft services and their clients."""
+"""The protocol between draft services and their clients: messages, payloads and addresses."""

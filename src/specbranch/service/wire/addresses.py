@@ -20,7 +20,7 @@ from specbranch.errors import SpecBranchError
 from specbranch.private_files import DirectoryError, can_hold_sockets, runtime_directory
 
 LINGER_MS = 0
-# A network that fails does not close connections: one without a sign of life for `_DEAD_MS` is made anew.
+# A network that fails does not close connections: a connection without a sign of life for `_DEAD_MS` is made anew.
 _BEAT_MS, _DEAD_MS = 1000, 4000
 
 
@@ -36,7 +36,7 @@ class ServiceKeys:
     clients: Path
 
     def owner(self) -> bytes | None:
-        """Return the public key that `make_keys` made for a client; None if it is no longer among the clients' keys."""
+        """Return the public key that `make_keys` made for a client; None if `clients` has no such key."""
         with contextlib.suppress(OSError, ValueError):
             return zmq.auth.load_certificate(self.clients / "client.key")[0]
         return None
@@ -56,7 +56,7 @@ def default_address() -> str:
 
 
 def normalize_addresses(given: str | Sequence[str]) -> tuple[str, ...]:
-    """Return the addresses of one service or of several as a tuple without duplicates."""
+    """Return one address or several as a tuple without duplicates; raise `AddressError` for anything else."""
     listed = [given] if isinstance(given, str) else given
     if not isinstance(listed, Sequence) or not listed or not all(isinstance(one, str) for one in listed):
         raise AddressError(f"{given!r} is no address of a draft service, nor a list of addresses")
@@ -64,7 +64,7 @@ def normalize_addresses(given: str | Sequence[str]) -> tuple[str, ...]:
 
 
 def make_keys(directory: Path) -> list[Path]:
-    """Write a key pair for a service and one for a client, and return the files. Only the owner may read secret keys.
+    """Write key pairs for a service and for a client, and return the files. Only the owner may read secret keys.
 
     If one of the files exists, raise `AddressError` and change nothing.
     """
@@ -83,7 +83,7 @@ def make_keys(directory: Path) -> list[Path]:
 
 
 def _write_new(contents: Mapping[Path, bytes]) -> None:
-    """Write all of these files, or none if one of them exists by now or cannot be written."""
+    """Write all of these files; if one of them exists or cannot be written, write none and raise."""
     with contextlib.ExitStack() as undone:
         for path, content in contents.items():
             mode = 0o600 if path.suffix == ".key_secret" else 0o644

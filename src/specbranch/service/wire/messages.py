@@ -1,7 +1,7 @@
-"""The messages between clients and services: small, versioned, bounded, of token ids. MessagePack, never pickle.
+"""The messages between clients and services: MessagePack of bounded size, with token ids and no text, versioned.
 
-A digest names a sequence. A namespace separates one client's sequences from another's; it is random unless two clients
-were given the same one on purpose. Every exchange carries the client's round number, which identifies a late reply.
+A digest names a sequence. A namespace separates one client's sequences from another's; it is random unless clients were
+given the same namespace on purpose. Every exchange carries the client's round number, which identifies a late reply.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ PREFIX = "specbranch_draft_"
 
 
 class FrameError(SpecBranchError, ValueError):
-    """A frame that is not a message of this protocol."""
+    """A frame that is not a message of this protocol, or a message that the service must refuse."""
 
 
 class Hello(Struct, tag="hello", array_like=True, frozen=True, forbid_unknown_fields=True):
@@ -61,7 +61,7 @@ class Hello(Struct, tag="hello", array_like=True, frozen=True, forbid_unknown_fi
 
 
 class Welcome(Struct, tag="welcome", array_like=True, frozen=True, forbid_unknown_fields=True):
-    """The reply to `Hello`: the draft, the size of its vocabulary, and a sample of its tokens if they are known.
+    """The reply to `Hello`: the draft, the size of its vocabulary, and hashes of some of its tokens if they are known.
 
     `is_draining`: the service accepts no new sequences.
     """
@@ -74,7 +74,7 @@ class Welcome(Struct, tag="welcome", array_like=True, frozen=True, forbid_unknow
     is_draining: bool = False
 
     def __post_init__(self) -> None:
-        """Raise `ValueError` unless the sample of the vocabulary consists of whole hashes: types cannot say that."""
+        """Raise `ValueError` unless the length of the vocabulary sample is a multiple of the hash length."""
         if len(self.vocab_fingerprint) % HASH_LEN:
             raise ValueError("not a sample of a vocabulary")
 
@@ -125,8 +125,8 @@ class OtherRows(Struct, array_like=True, frozen=True, forbid_unknown_fields=True
 class StepRequest(Struct, tag="step", array_like=True, frozen=True, forbid_unknown_fields=True):
     """One engine step, all its sequences in one message. The reply may take up to `wait_ms`.
 
-    There is no reply if every row has a prefetched draft. `step_us` is how long the step took, if it only decoded these
-    rows and those `beside` them; 0 if nothing can be learned from it.
+    There is no reply if every row has a prefetched draft. `step_us` is how long the step took, if it decoded only these
+    rows and the rows counted in `beside`; 0 if nothing can be learned from it.
     """
 
     round: Round
@@ -140,7 +140,7 @@ class StepRequest(Struct, tag="step", array_like=True, frozen=True, forbid_unkno
 class DraftReply(Struct, tag="proposals", array_like=True, frozen=True, forbid_unknown_fields=True):
     """The reply to `StepRequest`: a draft for every row, None where the sequence is unknown and must be opened.
 
-    `probs`: the distributions that each row's tokens were sampled from; empty if no token of any row was sampled.
+    `probs`: the packed distributions that each row's tokens were sampled from; empty if no row has a sampled token.
     """
 
     round: Round
@@ -157,20 +157,20 @@ class VerdictDraft(Struct, array_like=True, frozen=True, forbid_unknown_fields=T
 
 
 class PrefetchRow(Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
-    """Drafts for the likeliest next verdicts on one sequence, which is named by its digest before them."""
+    """Drafts for the likeliest next verdicts on one sequence, which is named by its digest before the verdict."""
 
     before: SequenceId
     outcomes: Annotated[list[VerdictDraft], Meta(max_length=MAX_OUTCOMES)]
 
 
 class PrefetchPush(Struct, tag="ahead", array_like=True, frozen=True, forbid_unknown_fields=True):
-    """Drafts that a service sends before the verdicts that they answer, in place of earlier ones for the sequences."""
+    """Drafts sent before the verdicts that they answer; they replace earlier drafts for the same sequences."""
 
     rows: Annotated[list[PrefetchRow], Meta(min_length=1, max_length=MAX_AHEAD)]
 
 
 class OpenSequences(Struct, tag="open", array_like=True, frozen=True, forbid_unknown_fields=True):
-    """Whole sequences to draft for, and their planner. There is no reply, or `Draining` if the service accepts none."""
+    """Whole sequences to draft for, and their planner. There is no reply, but `Draining` if they are declined."""
 
     namespace: Namespace
     planner: ShortString
@@ -179,23 +179,23 @@ class OpenSequences(Struct, tag="open", array_like=True, frozen=True, forbid_unk
     sequences: Annotated[list[PackedTokens], Meta(min_length=1, max_length=MAX_ROWS)]
 
     def __post_init__(self) -> None:
-        """Check what the types cannot: a sequence consists of whole tokens, none of them negative."""
+        """Raise `ValueError` unless each packed sequence consists of whole tokens, none of them negative."""
         for packed in self.sequences:
             if len(packed) % 4 or (unpack_tokens(packed) < 0).any():
                 raise ValueError("not a sequence of tokens")
 
 
 class Drain(Struct, tag="drain", array_like=True, frozen=True, forbid_unknown_fields=True):
-    """A request to accept no new sequences any more or, with `is_on` False, to accept them again."""
+    """A request to decline new sequences from then on or, with `is_on` False, to accept them again."""
 
     round: Round
     is_on: bool = True
 
 
 class Draining(Struct, tag="draining", array_like=True, frozen=True, forbid_unknown_fields=True):
-    """The reply to `Drain`, sent to every client: whether new sequences are declined, and how many are being decoded.
+    """The reply to `Drain`: whether new sequences are declined, and how many sequences are being decoded.
 
-    Clients that did not send `Drain` get round 0.
+    It is also sent with round 0: to every client when `is_on` changes, and to a client whose sequences are declined.
     """
 
     round: Round
@@ -204,13 +204,13 @@ class Draining(Struct, tag="draining", array_like=True, frozen=True, forbid_unkn
 
 
 class ErrorReply(Struct, tag="refused", array_like=True, frozen=True, forbid_unknown_fields=True):
-    """Why a message could not be served."""
+    """The reply to a message that was refused or failed: why it could not be served."""
 
     reason: Annotated[str, Meta(max_length=512)]
 
 
 class StatsRequest(Struct, tag="get-stats", array_like=True, frozen=True, forbid_unknown_fields=True):
-    """A request for the counters of this namespace."""
+    """A request for the counters of one namespace."""
 
     round: Round
     namespace: Namespace
@@ -220,7 +220,7 @@ class StatsReply(Struct, tag="stats", array_like=True, frozen=True, kw_only=True
     """The reply to `StatsRequest`: sums over all sessions of the namespace since the service began.
 
     The times of a draft step, for one row and for each further row, are those of the service as a whole. The last three
-    count sequences that got no drafts, by reason.
+    fields count sequences that got no drafts, by reason.
     """
 
     round: Round
@@ -247,7 +247,7 @@ class OverviewRequest(Struct, tag="get-overview", array_like=True, frozen=True, 
 
 
 class Overview(Struct, tag="overview", array_like=True, frozen=True, forbid_unknown_fields=True):
-    """The reply to `OverviewRequest`: how the service was started, and sums over all its targets without their names.
+    """The reply to `OverviewRequest`: how the service was started, and its metrics, summed over all targets.
 
     Figures have the names of the service's metrics (`server/prometheus.py`), so a new metric needs no new message.
     """
@@ -265,7 +265,7 @@ _replies: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(Reply)
 
 
 def pack_tokens(tokens: Sequence[int] | np.ndarray[Any, np.dtype[Any]]) -> bytes:
-    """Return a whole sequence as bytes, four per token, little-endian; a list would take a hundred times as long."""
+    """Return a whole sequence as bytes, four per token, little-endian: a hundred times as fast to encode as a list."""
     return np.asarray(tokens, dtype="<i4").tobytes()
 
 
@@ -280,12 +280,12 @@ def encode(message: Request | Reply) -> bytes:
 
 
 def decode_request(frame: bytes) -> Request:
-    """Return the message in a client's frame; raise `FrameError` if it holds none."""
+    """Return the message in a client's frame; raise `FrameError` if it holds no valid message."""
     return _decode(_requests, frame, MAX_FRAME)
 
 
 def decode_reply(frame: bytes) -> Reply:
-    """Return the message in a service's frame; raise `FrameError` if it holds none."""
+    """Return the message in a service's frame; raise `FrameError` if it holds no valid message."""
     return _decode(_replies, frame, MAX_REPLY)
 
 

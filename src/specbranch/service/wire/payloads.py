@@ -21,7 +21,7 @@ DrawnFrom = Sequence[Distribution | None]
 
 
 class Digest:
-    """The running hash of a sequence, which client and service compute alike. Tokens are 32-bit little-endian."""
+    """The running hash of a sequence, which names it. Client and service compute it alike."""
 
     def __init__(self, tokens: Tokens = ()) -> None:
         self._hash = hashlib.blake2b(as_bytes(tokens), digest_size=DIGEST_LEN)
@@ -34,7 +34,7 @@ class Digest:
         return longer
 
     def update(self, packed: bytes) -> None:
-        """Add more tokens, as bytes, to the sequence of this digest."""
+        """Add more tokens, 32-bit little-endian bytes, to the sequence of this digest."""
         self._hash.update(packed)
 
     @property
@@ -49,7 +49,7 @@ def as_bytes(tokens: Tokens) -> bytes:
 
 
 def pack_probs(sampled_from: DrawnFrom) -> bytes:
-    """Return the packed distributions of a draft; empty if none of its tokens was sampled."""
+    """Return the distributions of a draft as packed bytes; b"" if none of its tokens was sampled."""
     if not any(sampled_from):
         return b""
     ids: list[int] = []
