@@ -3,9 +3,8 @@
 A draft's distribution is for temperature 1. A target that decodes greedily agrees with the first choice more often than
 that distribution says, a draft with weights of few bits is right less often, and how much depends on the pair and on
 the sequence. So the log odds that the first choice is right are learned as a straight line over the log odds that the
-draft gives it. The probability of each other token, given that the first was wrong, is learned by rank. A sampled token
-that is verified by rejection sampling is accepted with another probability; a second line learns that one. Old
-observations count less.
+draft gives it. The probability of each other token, given that the first was wrong, is learned by rank. How often
+rejection sampling accepts a sampled token is learned by a second line. Old observations count less.
 """
 
 from __future__ import annotations
@@ -52,9 +51,10 @@ class _LogisticFit:
 
 
 class _RankFrequencies:
-    """Learns how likely the other tokens of a distribution are right, by rank, when the token `first` was wrong.
+    """Learns how likely each other token of a distribution is right when the token `first` was wrong.
 
-    Each new observation multiplies the weight of the earlier ones by `keep`.
+    The probability is learned by rank: the token's place among these other tokens, the likeliest first. Each new
+    observation multiplies the weight of the earlier ones by `keep`.
     """
 
     def __init__(self, keep: float) -> None:

@@ -1,11 +1,11 @@
-"""Next-token distributions: top-k from logits, how a request samples, and sampling that both sides repeat.
+"""Next-token distributions: top-k of logits, a request's sampling parameters, and sampling that can be repeated.
 
 Probabilities are floats in production and `Fraction`s in exact tests; nothing here rounds.
 
 The draft service samples a token to draft on from there. The target's side samples it again, from the distribution that
 the service sent, and only this second sample counts. Both use the same random number, made of the request's seed and
-the tokens before: so they agree, and no two positions of a draft tree share a number. However wrong the distribution of
-the service may be, the token was sampled from just that distribution.
+the tokens before: so both sample the same token, and no two positions of a draft tree share a number. However wrong the
+service's distribution may be, the second token is really sampled from it, as rejection sampling requires.
 
 A `RandomSource` only chooses one of several weighted options. So tests can replace it by an enumeration of all choices,
 and prove a distribution instead of sampling it.
@@ -43,7 +43,7 @@ class Distribution:
 
     @property
     def confidence(self) -> Prob:
-        """Probability of the most likely token: a fact about the distribution, never about a token drawn from it."""
+        """Probability of the most likely token, whichever token is drawn; 0 if the distribution has no token."""
         return self.probs[0] if self.probs else 0.0
 
     def dense(self, vocab_len: int) -> Dense:
@@ -75,9 +75,10 @@ def top_k_of(logits: NDArray[np.float32], top_k: int) -> Distribution:
 
 
 def _largest(values: NDArray[np.float32], count: int) -> NDArray[np.int64]:
-    """Return the indices of the `count` largest values, and perhaps of some more, in ascending order.
+    """Return, in ascending order, the indices of the `count` largest values and perhaps of some more values.
 
-    Each block maximum is itself a value, so no value below the `count` largest block maxima is among the largest.
+    The values are divided into blocks. At least `count` values (the largest block maxima) are as large as the
+    `count`-th largest block maximum, so smaller values are left out.
     """
     num_blocks = len(values) // _BLOCK
     if num_blocks <= count:

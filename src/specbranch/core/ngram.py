@@ -1,14 +1,14 @@
 """N-gram drafts: what followed the same few tokens before, in this sequence or in past answers.
 
-A guess is added to the draft tree below a node that was not run. The draft then runs the node and the guesses below it
-in one step, and its distributions confirm the guesses or not; or the target verifies them at once. Either way a wrong
-guess only wastes time.
+A guess is a token of such a draft. It is added to the draft tree below a node that the draft has not run. The draft
+then runs the node and the guesses below it in one step, and its distributions confirm the guesses or not; or the target
+verifies the guesses at once. Either way a wrong guess only wastes time.
 
 Guesses from the sequence itself need no model. They help where text is copied: in summaries, in answers about a given
 text, in edits of code.
 
 People ask the same things again, agents run in loops, and edits of one file repeat most of it. So past answers are kept
-too, up to a number of tokens: answers that were not used lately are forgotten first. They never leave their namespace.
+too, up to a number of tokens: answers that were not used lately are forgotten first. No answer leaves its namespace.
 """
 
 from __future__ import annotations
@@ -202,10 +202,10 @@ class OutputHistory:
     def continuation(
         self, tail: Sequence[int], count: int, other_than: PastOutput | None = None
     ) -> tuple[list[int], int]:
-        """Return what followed the end of `tail` in a past answer, and how many tokens of the end matched.
+        """Return what followed the last tokens of `tail` in a past answer, and how many of these tokens matched.
 
-        Only the answer in which an end occurred last is used, and never `other_than`. Return at most `count` tokens; an
-        empty list and 0 if nothing matches.
+        The longest match is used, in the answer where it occurred last; if that answer is `other_than`, a shorter match
+        is tried. Return at most `count` tokens; an empty list and 0 if nothing matches.
         """
         for length in LENGTHS:
             if _MIN_LEN <= length <= len(tail):

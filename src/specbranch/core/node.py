@@ -37,7 +37,10 @@ class TokenOutcome(Enum):
 
 @dataclass(slots=True, eq=False, repr=False)
 class Node:
-    """One drafted token in the draft tree. `position` is its index in the whole sequence, prompt included."""
+    """One drafted token in the draft tree. `position` is its index in the whole sequence, prompt included.
+
+    A node is run when the draft model computes the distribution of the token after it.
+    """
 
     token: int
     parent: Node | None
@@ -155,7 +158,11 @@ class RejectionPicker(GreedyPicker):
 
 
 def rejection_picker(sampling: RequestSampling, tokens: Sequence[int], calibration: Calibration) -> RejectionPicker:
-    """Return the picker for a request that samples; `tokens` is the growing list of its committed tokens."""
+    """Return the object that draws the draft tokens of a sampled request, so that rejection sampling can verify them.
+
+    `tokens` is the list of the request's committed tokens, which grows while the request is decoded. `calibration`
+    estimates whether the target accepts a sampled token or the likeliest token more often.
+    """
 
     def pick_at(node: Node, probs: Sequence[Prob]) -> int:
         text = [*tokens[-TEXT_LEN:], *node.path()]

@@ -104,8 +104,8 @@ class Session:
     def seclude(self) -> None:
         """Stop teaching other sequences: add no more tokens to the history, and learn from verdicts for this one alone.
 
-        For a request with a seed, whose random numbers may come again: a draft must not depend on the numbers that
-        will test it. This sequence still uses the history and what was learned before.
+        This is for a request whose random numbers may come again, such as one with a seed: a draft must not depend on
+        the numbers that will test it. This sequence still uses the history and what was learned before.
         """
         if not self._is_secluded:
             self._is_secluded = True
@@ -152,7 +152,7 @@ class Session:
         """Submit at the deadline, even if the planner would let the target wait, unless this round has a submission.
 
         For exact match the chain is empty. For rejection sampling it is all that was drafted in time: how long a
-        planner waits depends on what follows a token, and whether that token is tested must not depend on that.
+        planner waits depends on the tokens that follow a token, and whether a token is tested must not depend on these.
         """
         tree = self.round.tree
         if self.is_sampled and self.round.is_waiting:

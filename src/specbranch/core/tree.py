@@ -124,8 +124,8 @@ class Tree:
     def add_guess(self, parent: Node, token: int, grounds: Grounds) -> Node:
         """Add a guessed token as a child of `parent`, a node that was not run, and return the child, new or old.
 
-        `grounds` are its source and matched context length, by which its probability is learned. Add guesses only where
-        a token that was not sampled is verified by exact match, which is exact for any proposed token.
+        `grounds` are its source and matched context length, by which its probability is learned. A guess is not sampled
+        from a distribution: the target must verify such tokens by exact match, which is exact for any proposed token.
         """
         child = parent.child_with(token)
         if child is None:

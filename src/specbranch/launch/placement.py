@@ -273,7 +273,10 @@ def omp_env(cores: Sequence[int], layout: ParallelLayout) -> dict[str, str]:
 
 
 def check_core_count(cores: Sequence[int], num_workers: int) -> None:
-    """Raise `FlagError` if there are fewer cores than workers, unless the user has bound the workers."""
+    """Raise `FlagError` if there are fewer cores than workers.
+
+    Do nothing if the user has bound the workers to cores by the environment variable VLLM_CPU_OMP_THREADS_BIND.
+    """
     if len(cores) < num_workers and not is_bound_by_user():
         raise FlagError(
             f"{num_workers} workers need as many cores, and the target has {join_cores(cores)}; give more by "

@@ -93,7 +93,7 @@ class _Plan:
         return self.draft is not None or self.remote is not None
 
     def settings(self) -> ProposerSettings:
-        """Return the proposer's settings; raise an error that vLLM's worker would raise only minutes later."""
+        """Return the proposer's settings after checking them: invalid ones raise here, before vLLM is started."""
         settings = self._merged(self.remote.section if self.remote else {})
         settings.client_options(self.gamma)
         return settings

@@ -8,13 +8,15 @@ Leviathan et al. 2023, Chen et al. 2023.
 AdaEDL: plain speculative decoding that stops drafting when the entropy predicts that the next token is refused.
 
 The entropy H of the draft distribution bounds its acceptance from below by about 1 - sqrt(eta * H). The threshold
-follows the measured acceptance. The token whose bound is below it is already drafted, so it is submitted too.
+follows the measured acceptance. The first token whose bound is below the threshold is already drafted, so this token is
+submitted too.
 
 PEARL: one chain, drafted without pause while the target verifies what is already there.
 
 A window is gamma tokens: the root that a hit commits, and gamma - 1 tokens to submit after it. After a miss there is
 nothing to submit; the target's pass over the newest token then serves as the pre-verify of the window being drafted.
-Liu et al. 2025. The original moves in lock step; here the target never waits, which is the same while gamma <= c.
+Liu et al. 2025. The original moves in lock step; here the target never waits, which is the same while gamma is at most
+c, the target's step time divided by the draft's.
 """
 
 from __future__ import annotations

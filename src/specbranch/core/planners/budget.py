@@ -4,7 +4,7 @@ Every drafted or drawable token has a probability to come true: the product, alo
 token, of how often the draft is right there (`core/calibration.py`). A row that runs the token is worth that
 probability, be it after the whole submission, after a rejection half-way, or deep in a branch. So one ranking says
 which verdicts to prepare for and how deep; the measured cost of rows says how many rows to run. If all branches start
-at one position this acts like SpecBranch, with fixed probabilities like SSD, and with expensive rows like PEARL.
+at one position the planner acts like SpecBranch, with fixed probabilities like SSD, and with expensive rows like PEARL.
 
 What followed the same few tokens before, in this sequence or in another answer, is guessed to follow again. Where the
 draft has nothing yet, a guess is submitted. Guesses below a node that is about to run are run in the same step, so that

@@ -93,7 +93,8 @@ class SpecbranchPlanner(Planner[SpecbranchSettings]):
         """Return how many tokens to draft for each branch, its root included: as many as fit into a step of the target.
 
         That is the measured ratio of step times, which may be 4.999 instead of 5. Rounded down, it would leave the
-        draft idle for a whole draft step; rounded to the nearest number, at most half a draft step is lost or is late.
+        draft idle for a whole draft step. With rounding to the nearest number, the draft is idle or late by half a
+        draft step at most.
         """
         ratio = round.costs.draft_steps_per_target_step(num_branches)
         longest = self.settings.gamma

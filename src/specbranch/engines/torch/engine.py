@@ -174,9 +174,9 @@ class TorchEngine:
         return int(logits.shape[-1])
 
     def _probe_steps(self, steps: FixedShapeRunner | None) -> list[Distribution]:
-        """Run small steps with `steps` from now on, and return the distributions that they give for a short sequence.
+        """Set `steps` as the runner of small steps, and return the engine's distributions for a short test sequence.
 
-        With None, all steps have variable shapes.
+        With None, the engine runs small steps with variable shapes, like larger steps.
         """
         self._static = steps
         handle = self.open()

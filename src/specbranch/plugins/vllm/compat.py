@@ -98,8 +98,8 @@ class StepInfo:
     """What is new in a step that vLLM has scheduled.
 
     `prompts`: those that the step begins to prefill and that get drafts. `num_pads`: how many of the step's draft
-    tokens are pads. `limits`: the maximum of draft tokens of each new request that names one, by the request's id.
-    `ended`: the ids of the requests that have ended.
+    tokens are pads, placeholders with the id -1. `limits`: the maximum of draft tokens of each new request that names
+    one, by the request's id. `ended`: the ids of the requests that have ended.
     """
 
     prompts: Sequence[Sequence[int]] = ()
@@ -110,7 +110,7 @@ class StepInfo:
 
 @dataclass(frozen=True, slots=True)
 class BatchRow:
-    """One row of a batch after a step, the same from either runner.
+    """One row of a batch after a step, in the same form for both runners.
 
     `tokens` is the whole sequence, `num_new` how many of them the step has sampled: 0 in prefill, and then `tokens` may
     be empty. `name` is vLLM's id of the request, None if unknown. `skip_cause` is why the row gets no draft (`lora`,
@@ -222,7 +222,7 @@ def wrap_runners() -> None:
 
 
 def _wrap(owner: Any, method: str, wrapper: Callable[[Any], Any]) -> None:
-    """Replace a method of a class by `wrapper(method)`, unless the class lacks it or it is wrapped already."""
+    """Replace a method of a class by `wrapper(method)`, unless the method is missing or wrapped already."""
     original = getattr(owner, method, None)
     if original is not None and not hasattr(original, "introduces"):
         wrapped = wrapper(original)
@@ -294,17 +294,17 @@ def is_seeded(parameters: Any) -> bool:
 
     Such a request gets no drafts. When it is repeated, its random numbers recur: its first output would be proposed to
     a request that verifies it with the same numbers that produced it. And the seed would not give the same output
-    again, because with drafts the output depends on which of them came in time.
+    again, because with drafts the output depends on which drafts came in time.
     """
     return bool(getattr(parameters, "temperature", 0)) and getattr(parameters, "seed", None) is not None
 
 
 def allows_pads(runner: Any) -> bool:
-    """Return whether pads leave the output of every row in the runner's batch unchanged; False if that is unknown.
+    """Return whether pads (-1 as draft tokens) leave the output of every row in the batch unchanged; False if unknown.
 
-    They would change rows with a thinking budget, which reads the draft tokens of its row, and rows with a seed, from
-    which vLLM draws a random number for each draft token. On the CPU, vLLM's sampler takes a pad for a token id if the
-    temperature is above 0, and reads outside of its memory.
+    Pads would change rows with a thinking budget, which reads the draft tokens of its row, and rows with a seed, from
+    which vLLM draws a random number for each draft token. On the CPU, at temperatures above 0, vLLM's sampler uses a
+    pad as an index and reads outside its memory.
     """
     try:
         if runner.device.type == "cpu" and not runner.input_batch.all_greedy:

@@ -110,9 +110,9 @@ class FeatureHook:
     """Copies H-RAD's features from a running target, at the positions that a step samples. It changes no tensor.
 
     A layer passes (hidden, residual) to the next, which may write to both; their sum is what Transformers calls
-    `hidden_states`. So a hook after each layer copies the few rows at once. The state after the final norm needs no
-    hook: the runner keeps it for sampling. Each tensor parallel rank has the full vectors, because attention and MLP
-    end in a `RowParallelLinear` that sums over the ranks.
+    `hidden_states`. So a hook after each layer copies the sum at these positions at once. The state after the final
+    norm needs no hook: the runner keeps it for sampling. Each tensor parallel rank has the full vectors, because
+    attention and MLP end in a `RowParallelLinear` that sums over the ranks.
 
     No method that vLLM calls in a step raises; only `read` does, which our own code calls.
     """
@@ -151,10 +151,10 @@ class FeatureHook:
             step.fault = error
 
     def read(self, sampled: Sequence[Sequence[int]], rows: Sequence[int]) -> np.ndarray[Any, np.dtype[np.float32]]:
-        """Return the features that the last step left of the rows with the indices `rows`, [len(rows), d_in].
+        """Return the features recorded in the last step for the rows with the indices `rows`, [len(rows), d_in].
 
         `sampled` has the tokens that the step sampled for each row of the batch. A step can be read only once. Raise if
-        it was not recorded.
+        the step was not recorded, or not completely.
         """
         import torch
 
@@ -301,7 +301,10 @@ class TrainedPredictor:
         return asdict(self.runner.counts) if self.runner else {}
 
     def configure(self, directory: Path | None) -> None:
-        """Use the predictor in `directory` from now on, if any. If it does not fit, raise and keep the old one."""
+        """Use the predictor in `directory` from now on; with None, use no predictor.
+
+        If the new predictor does not fit the target, raise and keep the old one.
+        """
         hrad, runner = None, None
         if directory is not None:
             hrad = read_hrad(directory)

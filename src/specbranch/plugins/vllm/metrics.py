@@ -5,7 +5,8 @@ counters are collected here and not by the draft service, because metrics matter
 because users then need no second scrape target. The price is a stats file and this collector.
 
 With several API servers, vLLM serves only what the Prometheus client keeps in files that all its processes share, and
-calls no collector. So one process copies new counts there every second. It must be only one, because files are summed.
+calls no collector. So one process copies new counts to these files every second; a second process that did the same
+would double the counts, because the files are summed.
 """
 
 from __future__ import annotations

@@ -167,7 +167,7 @@ class BatchDrafter:
 
 
 class SettingsGate:
-    """Keeps one gate per set of settings used so far, with its own measurements, and asks that of the current settings.
+    """Keeps a gate, with its own measurements, for each set of settings used; asks the gate of the current settings.
 
     A gate switches drafts off at loads where they were measured not to pay.
     """

@@ -1,7 +1,8 @@
-"""The proposer for vLLM's Model Runner V1 and its `custom_class` hook: drafts, filled up with pads where that pays.
+"""The proposer for vLLM's Model Runner V1 and its `custom_class` hook.
 
-vLLM calls `propose` after every step, in the worker, and verifies the returned drafts in the next step. The hook passes
-rows without their requests, so the patched runner passes itself to the proposer before each step.
+Where it pays, drafts are filled up to equal length with pads: placeholders (-1) that vLLM never accepts. vLLM calls
+`propose` after every step, in the worker, and verifies the returned drafts in the next step. The hook passes rows
+without their requests, so the patched runner passes itself to the proposer before each step.
 """
 
 from __future__ import annotations
@@ -62,9 +63,10 @@ class SpecBranchProposer:
         self.core.predictor.load_model(model)
 
     def on_step_scheduled(self, model_runner: Any, news: StepInfo) -> None:
-        """Keep the runner for `propose`, and announce the prompts of the step that it is about to run. Never raise.
+        """Keep the runner for `propose`, and announce the next step's new prompts to the draft service. Never raise.
 
-        `news` is what is new in that step. Also count its pads, because vLLM counts them as draft tokens.
+        The runner calls this before it runs the step. `news` has the requests that are new in the step, and the ids of
+        those that have ended. Also count the pads in the step's drafts, because vLLM counts pads as draft tokens.
         """
         self._runner = model_runner
         self.num_pads += news.num_pads
@@ -80,8 +82,8 @@ class SpecBranchProposer:
         """Return a draft for every row of the batch; vLLM, which calls this, verifies all of them by exact match.
 
         `sampled_token_ids` has each row's new tokens, `token_ids_cpu` [rows, max length] all its tokens, and
-        `num_tokens_no_spec` [rows] how many. Where vLLM gains by rows of equal length, fill up all rows with pads, also
-        if nothing is drafted.
+        `num_tokens_no_spec` [rows] the number of all its tokens. Where vLLM gains by rows of equal length, fill up all
+        rows with pads, also if nothing is drafted.
         """
         rows = compat.v1_rows(self._runner, sampled_token_ids, num_tokens_no_spec, token_ids_cpu)
         drafts = [draft.tokens for draft in self.core.propose(rows)]

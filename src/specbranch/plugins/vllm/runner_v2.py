@@ -105,17 +105,18 @@ class Speculator:
         return self._core.counts()
 
     def on_step_scheduled(self, model_runner: Any, news: StepInfo) -> None:
-        """Keep the runner for `propose`, and announce the prompts of the step that it is about to run. Never raise.
+        """Keep the runner for `propose`, and announce the next step's new prompts to the draft service. Never raise.
 
-        `news` is what is new in that step.
+        The runner calls this before it runs the step. `news` has the requests that are new in the step, and the ids of
+        those that have ended.
         """
         self._runner = model_runner
         self._core.on_step_scheduled(news)
 
     def trim_drafts(self, draft_token_ids: Any) -> Any:
-        """Cut off the positions without draft tokens from the drafts that the scheduler requests, and return these.
+        """Cut off the positions without draft tokens from the drafts that vLLM's scheduler requests.
 
-        `draft_token_ids` is vLLM's object with the drafts of all rows, which is changed in place.
+        `draft_token_ids` is vLLM's object with the drafts of all rows. It is changed in place and returned.
         """
         draft_token_ids.draft_token_ids = [
             draft[: self._lens.get(name, 0)]

@@ -1,8 +1,8 @@
 """Texts and draft logits of Model Runner V2, and copies between host and device.
 
 V2 divides draft logits by the request's temperature, and verifies the draft tokens of sampled rows by them. At a
-position whose token was not sampled, that token has probability 1. V2 reads the logits of a slot until those of its
-next draft are written.
+position whose token was not sampled, that token has probability 1. A slot is a request's index in the runner's states;
+V2 reads the logits of a slot until the logits of its next draft are written.
 
 The code for CUDA has not been run: it was written by reading, on a machine without a GPU.
 """
@@ -130,7 +130,7 @@ def pack(
 
 
 class DeviceCopier(Protocol):
-    """Copies arrays to the device and back. One thread at a time may call it."""
+    """Interface of a copier between host and device. One thread at a time may call it."""
 
     def fetch(self, values: Any) -> Array:
         """Wait until the device has computed these int32 values, and return a copy of them in host memory."""
@@ -142,7 +142,7 @@ class DeviceCopier(Protocol):
 
 
 class HostCopier:
-    """A copier whose copies block. On the CPU all tensors are in host memory, so there is nothing to wait for."""
+    """A copier for devices other than CUDA, above all the CPU: each copy is complete when the call returns."""
 
     def __init__(self, device: Any) -> None:
         self._device = device

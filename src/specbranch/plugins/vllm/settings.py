@@ -1,6 +1,6 @@
 """Settings of the vLLM plugin, the arguments that carry them, limits of single requests, and layouts of the target.
 
-It needs no vLLM, so that a caller can prepare the arguments before vLLM is imported.
+This module does not import vLLM, so that a caller can prepare the arguments before vLLM is imported.
 
 A request limits its drafts in its sampling parameters' `extra_args`, over HTTP in `vllm_xargs`:
 `{"specbranch_gamma": 4}`. With 0, it gets no drafts.
@@ -64,7 +64,10 @@ class ProposerSettings(DraftSettings):
 
 
 def read_settings(section: Any) -> ProposerSettings:
-    """Return the settings in our section of `additional_config`; raise `SettingError` for an unknown or wrong one."""
+    """Return the settings in our section of `additional_config`.
+
+    Raise `SettingError` for an unknown name, a wrong value, or a section that is not a mapping.
+    """
     if not isinstance(section, Mapping):
         raise SettingError(f"additional_config['specbranch'] is {section!r}; give a table of settings")
     known = [one.name for one in fields(ProposerSettings)]
@@ -106,7 +109,7 @@ def proposer_arguments(settings: ProposerSettings, num_speculative_tokens: int =
 
 
 def settings_table(settings: ProposerSettings) -> dict[str, Any]:
-    """Return the settings as a plain dict by name, without those that are None."""
+    """Return the settings by name, without those that are None."""
     return {name: value for name, value in asdict(settings).items() if value is not None}
 
 

@@ -99,7 +99,7 @@ class ServiceConnection:
     def ping(self) -> None:
         """Send `Hello` to a service that gets no new sequences, to learn whether it can be used again.
 
-        The reply is handled whenever it comes. A service that was disconnected counts as lagging until then.
+        The reply is handled whenever it comes. A service that was disconnected counts as lagging until it has replied.
         """
         if self.is_connected:
             self.ask_again()
@@ -118,10 +118,10 @@ class ServiceConnection:
         return self.send(Hello(VERSION, self._round))
 
     def send_step(self, rows: list[StepRow], end_s: float, step_us: int, beside: OtherRows | None = None) -> bool:
-        """Begin a round: send these rows without waiting; return False if the service cannot be reached, and count it.
+        """Begin a round: send these rows without waiting; if the service cannot be reached, count that, return False.
 
-        `end_s` is until when the client will wait for the reply. `step_us` is the time of the engine's step, 0 if
-        unknown, and `beside` sums up the rows of the step that other services draft for.
+        The client will wait for the reply until time `end_s`. `step_us` is the time of the engine's step, 0 if unknown,
+        and `beside` sums up the rows of the step that other services draft for.
         """
         if not self.vocabulary.is_known:
             self.send_hello()  # in the round before: its reply is not the one to wait for
@@ -177,14 +177,14 @@ class ServiceConnection:
         return None
 
     def await_reply(self, end_s: float) -> Reply | None:
-        """Wait until `end_s` for the reply that ends this round and return it; None after a timeout, and count it."""
+        """Return the reply that ends this round; if none comes by `end_s`, mark a timeout and return None."""
         reply = self.poll_reply(end_s, waits=True)
         if reply is None:
             self.mark_timeout()
         return reply
 
     def may_wait(self) -> bool:
-        """Return whether to wait for a reply; count the call and return False while the service is lagging."""
+        """Return whether to wait for a reply; if not, because the service is lagging, count the call."""
         if self.lagging_s is None:
             return True
         self._counts.not_waited += 1

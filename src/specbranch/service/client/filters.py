@@ -125,9 +125,9 @@ def resample_draft(
 ) -> tuple[list[int], list[Distribution | None]]:
     """Sample a draft's tokens again from the distributions in `sampled_from`; return the tokens and distributions used.
 
-    `text` is the end of the sequence, `length` the length of all of it; the random numbers depend on `seed` and both.
-    Tokens that were not sampled stay, with None as distribution. The draft ends after the first token that differs
-    from the service's, because the tokens after it were drafted for another text.
+    `text` is the end of the sequence, `length` the length of the whole sequence; the random numbers depend on these two
+    and on `seed`. Tokens that were not sampled stay, with None as distribution. The draft ends after the first token
+    that differs from the service's, because the tokens after it were drafted for another text.
     """
     text = list(text[-TEXT_LEN:])
     tokens: list[int] = []

@@ -100,7 +100,7 @@ class Gate:
         return self._was_open
 
     def interrupt(self) -> None:
-        """Leave the next steps out of measurements, as after a switch: steps that the gate did not see affect them."""
+        """Leave the next few steps out of measurements: what ran before, such as other settings, affects them."""
         self._since_change = 0
         self._has_seen_drafts = False
         for load in self._loads.values():

@@ -117,7 +117,7 @@ class SequenceUpdate:
     `hint` is what the target predicts for the next tokens. `name` is the engine's own name for the sequence: while the
     sequence under a name only grows, a call handles only the tokens since the last one. `sampling` says how the engine
     samples: draft tokens may then be sampled too, and the engine verifies them by rejection sampling with
-    `Draft.sampled_from`. It needs a `name`; without a seed the sequence gets a random seed. `max_draft_tokens` is the
+    `Draft.sampled_from`. This needs a `name`; without a seed the sequence gets a random seed. `max_draft_tokens` is the
     longest draft that the engine wants. `has_recurring_noise`: the random numbers that sampled the tokens may come
     again, so the tokens must not help to draft another sequence.
     """

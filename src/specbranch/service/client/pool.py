@@ -187,7 +187,7 @@ class DraftPool(DraftSource):
         return found
 
     def _await(self, services: Sequence[DraftClient], end_s: float) -> dict[DraftClient, Reply]:
-        """Wait until `end_s` for the replies of these services and return them; mark a timeout for each missing one."""
+        """Wait until `end_s` for the replies of these services and return them; mark a timeout where none came."""
         waiting = {self._transports[service]: service for service in services}
         replies: dict[DraftClient, Reply] = {}
         while waiting and (ready := poll_any(list(waiting), end_s - self._clock())):
@@ -230,9 +230,10 @@ def rows_beside(rows: Mapping[DraftClient, Sequence[StepRow]]) -> dict[DraftClie
 
 
 class RendezvousRouter:
-    """Chooses a service for each new sequence and remembers it by the sequence's id.
+    """Chooses a service for each new sequence, and remembers the service by the sequence's id.
 
-    Beyond a maximum the sequences that were used least recently are forgotten.
+    It knows how many sequences each service got in this step (its load). Beyond a maximum, the sequences used least
+    recently are forgotten.
     """
 
     def __init__(self, addresses: Sequence[str], namespace: bytes) -> None:
@@ -246,14 +247,17 @@ class RendezvousRouter:
         return self._routes.get(sequence_id)
 
     def assign(self, tokens: Tokens, usable: Collection[int]) -> int | None:
-        """Return the number of the service for a new sequence that begins with `tokens`; None if `usable` is empty."""
+        """Return the number of the service for a new sequence that begins with `tokens`; None if `usable` is empty.
+
+        That is the first of the `usable` services in the sequence's order whose load is not too high.
+        """
         if not usable:
             return None
         max_load = max(_MIN_LOAD, math.ceil(_MAX_EXCESS * (sum(self._loads) + 1) / len(usable)))
         return next(service for service in self._order(tokens) if service in usable and self._loads[service] < max_load)
 
     def pin(self, sequence_id: bytes, service: int) -> None:
-        """Assign a sequence to a service, and count it there."""
+        """Assign a sequence to the service with the number `service`, and add 1 to that service's load."""
         self._routes[sequence_id] = service
         self._routes.move_to_end(sequence_id)
         self._loads[service] += 1

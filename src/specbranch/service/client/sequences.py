@@ -26,9 +26,10 @@ _TAIL = 8  # tokens that must still be the same, in case an engine uses a name t
 
 
 class SequenceDelta(NamedTuple):
-    """How a sequence has grown since it was last sent: its id then, the new tokens, and its id now.
+    """How a sequence has grown since it was last sent: its id before the new tokens, these tokens, its id with them.
 
-    `seed` is for sampling its draft tokens; 0 for a sequence without a name.
+    An id is the digest of all tokens of the sequence. `seed` is for sampling its draft tokens; 0 if the engine has
+    given no name for the sequence (`SequenceUpdate.name`).
     """
 
     before: bytes
@@ -99,9 +100,9 @@ class SessionState:
 
 
 class AdvancedSession(NamedTuple):
-    """A session under its new id, its number of draft tokens in the step before, and the draft for its verdict.
+    """A session after a verdict: its state, and how many draft tokens the client returned for it in the step before.
 
-    `pushed` is None if the service has pushed no draft for this verdict.
+    `pushed` is the draft that the service has pushed for this verdict; None if it has pushed none.
     """
 
     session: SessionState

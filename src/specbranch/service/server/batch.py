@@ -73,7 +73,7 @@ class RunnableSessions:
 
     @property
     def tenants(self) -> set[bytes]:
-        """The tenants of these sessions."""
+        """The tenants that have at least one runnable session."""
         return {tenant for kind in self._kinds for tenant in kind}
 
     def add(self, session: DraftSession) -> None:
@@ -185,7 +185,7 @@ class BatchPlanner:
         return max(self._others_at_s - self._clock(), 0.0) if self._may_pause else 0.0
 
     def plan(self) -> DraftBatch:
-        """Return the batch of the next step: choose its rows, and prepare their handles in the engine."""
+        """Return the batch of the next step: choose its rows, and prepare their sequences in the engine's cache."""
         sessions, others = self._select_sessions()
         requests = self._requests(sessions, others)
         cost = self._step_cost() if self._is_shared else None
@@ -268,7 +268,10 @@ class BatchPlanner:
         return [request for request in requests if request is not None]
 
     def _row_request(self, session: DraftSession, now_s: float) -> RowRequest[DraftSession] | None:
-        """Return which nodes a session wants to run; None if there are none, or while it waits for its prefix donor."""
+        """Return which nodes a session wants to run; None if there are none, or while it waits for its prefix donor.
+
+        The prefix donor is another session with the same prefix; this one waits while the donor prefills it.
+        """
         request = None
         with self._faults.guard(session), session.lock:
             core, num_unprefilled = session.core, session.num_unprefilled
@@ -296,7 +299,7 @@ class BatchPlanner:
         return replace(cost, per_row_s=cost.per_row_s + self._planning_s, per_prefill_token_s=self._prefill_token_s)
 
     def _engine_rows(self, request: RowRequest[DraftSession], prefill_chunk: int) -> list[EngineRow]:
-        """Return the engine rows for the nodes that a session was granted, and make their handles."""
+        """Return the engine rows for the nodes that a session was granted; make their handles in the engine's cache."""
         session = request.session
         with session.lock:
             core = session.core

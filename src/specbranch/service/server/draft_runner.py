@@ -1,8 +1,8 @@
 """The draft thread, which repeats: take in changed sessions, plan a batch, run it, put its results into the trees.
 
-It alone touches the engine. Rows of all sessions compete for a step: first those that a target waits for, then by how
-likely it is, by the draft's distributions, that their tokens will be verified. Prefill goes in chunks, and a step
-prefills no more than one chunk, so that sessions which already draft go on meanwhile.
+No other thread touches the engine. Rows of all sessions compete for a step: first those that a target waits for, then
+by how likely it is, by the draft's distributions, that their tokens will be verified. Prefill goes in chunks, and a
+step prefills no more than one chunk, so that sessions which already draft go on meanwhile.
 """
 
 from __future__ import annotations

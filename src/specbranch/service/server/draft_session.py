@@ -182,7 +182,7 @@ class DraftSession:
         """Submit a draft and return it; None if the target should wait for it: the state is then TARGET_WAITING.
 
         If a long prefill comes first, no target waits, and the draft is that of `propose_without_waiting`. The state
-        changes under the lock, so that a draft step that ends meanwhile sees it before it notifies.
+        changes under the lock, so a draft step that ends meanwhile notifies the lookup thread only after the change.
         """
         with self.lock:
             draft = self._submit()
@@ -194,9 +194,10 @@ class DraftSession:
             return None
 
     def propose_without_waiting(self) -> Draft | None:
-        """Submit what may be submitted at once (`Session.submit_ready`), end the target's wait, and return the draft.
+        """End the target's wait, and return the draft of this round at once; the return value is never None.
 
-        For rejection sampling the draft is what has been drafted so far, for exact match it is empty; it is never None.
+        If no draft was submitted in this round, submit one: for rejection sampling all that has been drafted so far,
+        for exact match an empty draft (`Session.submit_ready`).
         """
         with self.lock:
             return self._submit_ready()

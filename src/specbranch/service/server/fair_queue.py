@@ -106,7 +106,7 @@ class FairQueue:
 class DecayedUsage:
     """Exponentially decayed usage per key; drops the key that has used nothing for longest.
 
-    An unknown key counts as having used `newcomer`, so that keys known to use little go before it.
+    An unknown key counts as having used `newcomer`, so that keys known to use less go before unknown ones.
     """
 
     def __init__(self, half_life_s: float, newcomer: float = 0.0) -> None:

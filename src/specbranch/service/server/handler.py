@@ -64,9 +64,10 @@ _NO_DRAFT = Draft([])
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HandlerOptions:
-    """How the service was started, for clients that ask; the longest wait for a draft; and whose key may drain it.
+    """The service's settings, the longest wait for a draft, and who may drain the service (stop new sequences).
 
-    `owner` is the public key of the owner, empty if the service uses no keys, or None if nobody may drain the service.
+    `settings` says how the service was started, for clients that ask. `owner` is the public key that may drain the
+    service, empty if the service uses no keys, or None if nobody may drain it.
     """
 
     settings: Mapping[str, str | int] = field(default_factory=dict)
@@ -148,7 +149,10 @@ class RequestHandler:
         return self._expired(overdue) if overdue else []
 
     def push_prefetched(self) -> list[Answer]:
-        """Return pushes of drafts for the likeliest next verdicts, where these have changed. Call after draft steps."""
+        """Return messages to send, with the drafts for the likeliest next verdicts where these drafts have changed.
+
+        The drafts then count as sent. Call this after draft steps.
+        """
         self._take_grown()
         unpushed, self._unpushed = self._unpushed, {}
         return list(prefetch_messages(unpushed, self.faults))
@@ -167,9 +171,9 @@ class RequestHandler:
         return self._serve_by_type[type(request)](client, request, user)
 
     def _activity(self, client: Client, namespace: bytes) -> ClientActivity:
-        """Return the activity of a client, after adding the namespace; raise `FrameError` if it uses too many.
+        """Return the activity of a client, after adding `namespace` to the client's namespaces.
 
-        Namespaces are limited because each counts as a tenant.
+        Raise `FrameError` if these are too many: they are limited because each counts as a tenant.
         """
         activity = self.lookup.tenants.client(client)
         if namespace not in activity.namespaces:
@@ -351,7 +355,10 @@ def _user_name(key: bytes) -> bytes:
 
 
 def prefetch_messages(sessions: Iterable[DraftSession], faults: FaultGuard) -> Iterator[tuple[bytes, PrefetchPush]]:
-    """Yield pairs of a client and a message for it: the changed drafts of those `sessions` that the client decodes."""
+    """Yield pairs of a client and a message for it: the changed drafts of the `sessions` whose sequences it decodes.
+
+    The drafts then count as pushed. A session that fails is dropped through `faults`.
+    """
     rows: dict[ClientActivity, list[PrefetchRow]] = {}
     for session in sessions:
         if session.is_dropped or not session.is_draftable or session.client.num_pushes >= _MAX_PUSHES:

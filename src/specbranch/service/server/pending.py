@@ -42,7 +42,7 @@ class PendingStep:
 class PendingReplies:
     """The steps without a reply, one for each client. `notify` tells the draft thread that a session has changed.
 
-    However many rows wait for a session, it is asked for one draft, and only after it got new distributions.
+    However many rows wait for a session, the session is asked for one draft, and only after it got new distributions.
     """
 
     def __init__(self, faults: FaultGuard, notify: Callable[[DraftSession], None]) -> None:
@@ -58,7 +58,7 @@ class PendingReplies:
     def add_row(self, pending: PendingStep, index: int, session: DraftSession | None, draft: Draft | None) -> None:
         """Set the session and the draft of a row; if the draft is None, let the row wait for the session.
 
-        It does not wait if the session is None or its state is not TARGET_WAITING.
+        The row does not wait if the session is None or its state is not TARGET_WAITING.
         """
         pending.sessions[index] = session
         if session and draft is None and session.is_target_waiting:

@@ -71,8 +71,8 @@ class DraftRunnerCounts:
 class ServiceMetrics:
     """Collects all metrics when they are read, at most once a second. Any thread may use it.
 
-    `counts` are the counters of the threads, `faults` their fault barriers, `draft_cost` the time of draft steps.
-    `settings`: how the service was started.
+    `counts` are the counters of the threads, `faults` has the `FaultGuard` of each thread, and `draft_cost` is the
+    measured time of draft steps. `settings`: how the service was started.
     """
 
     def __init__(
@@ -112,7 +112,7 @@ class ServiceMetrics:
         return Overview(request.round, self._settings, self.as_dict())
 
     def as_dict(self) -> dict[str, float]:
-        """Return the values of all metrics by name; those with a label have the name "metric/value of the label"."""
+        """Return the values of all metrics by name; a metric with a label has an entry "name/value" per label value."""
         return {
             f"{family.name}/{label}" if label else family.name: float(value)
             for family in self.families()

@@ -60,7 +60,10 @@ class EventSink:
             self._timeline.open(lane, at_s, request.planner, len(request.sequences), num_tokens)
 
     def before_commit(self, session: DraftSession, row: StepRow) -> PreVerdictState | None:
-        """Return the state that `after_commit` needs, None if it needs none. Call it before a verdict is committed."""
+        """Return the state that `after_commit` needs, None if it needs none. Call this before a verdict is committed.
+
+        Also keep a copy of the draft tree for `arrived`, if there is a timeline with room for it.
+        """
         if not session.is_draftable:
             return None
         core = session.core

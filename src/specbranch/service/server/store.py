@@ -97,7 +97,10 @@ class SessionStore:
             return session
 
     def put(self, session: DraftSession) -> None:
-        """Add a session, in place of one with the same key, and evict others if the limits require it."""
+        """Add a session, in place of one with the same key, and evict others if the limits require it.
+
+        Also set the session's `prefix_donor`, if an earlier session has a prefix in common with it.
+        """
         with self._lock:
             self._remove(self._sessions.get(session.key))
             self._sessions[session.key] = session
@@ -266,8 +269,8 @@ class PrefixIndex(Generic[T]):
     def add(self, holder: T, namespace: bytes, tokens: Sequence[int]) -> tuple[T, int] | None:
         """Index `holder` for those prefixes of `tokens`, its whole sequence, for which it is not indexed yet.
 
-        It replaces earlier holders. Return the earlier holder of the longest of these prefixes, the whole sequence
-        excepted, and the prefix's length; None if there was no earlier holder.
+        For these prefixes `holder` replaces earlier holders. Return the earlier holder of the longest of the prefixes,
+        the whole sequence excepted, and the prefix's length; None if there was no earlier holder.
         """
         if holder not in self._marks:
             self._marks[holder] = (PrefixHashes(), [])

@@ -49,7 +49,7 @@ class ClientActivity:
 
 
 class Tenants:
-    """Learned costs by namespace and activity by client. Both drop the entry that was used least recently."""
+    """Learned costs by namespace and activity by client. When full, each drops the entry used least recently."""
 
     def __init__(self, draft_cost: StepTimeModel) -> None:
         self._draft_cost = draft_cost

@@ -21,7 +21,7 @@ DrawnFrom = Sequence[Distribution | None]
 
 
 class Digest:
-    """The running hash of a sequence, which names it. Client and service compute it alike."""
+    """The running hash of a sequence's tokens, by which client and service name the sequence."""
 
     def __init__(self, tokens: Tokens = ()) -> None:
         self._hash = hashlib.blake2b(as_bytes(tokens), digest_size=DIGEST_LEN)
