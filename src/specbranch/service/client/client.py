@@ -133,7 +133,7 @@ class ServiceConnection:
         return is_sent
 
     def send(self, message: Request) -> bool:
-        """Send a message without waiting; if nobody receives it, return False and forget the state of the service."""
+        """Send a message without waiting; if that fails, forget the service's vocabulary and sessions, return False."""
         self.is_connected = self.channel.send(message)
         if not self.is_connected:
             self.vocabulary.reset()

@@ -74,7 +74,7 @@ class VocabularyCheck:
 
 
 class DraftFilter:
-    """Turns what a service proposes into drafts that the target can verify."""
+    """Turns the proposals of a service into drafts that the target can verify."""
 
     def __init__(self, vocab_len: int | None, counts: ClientCounts) -> None:
         self._vocab_len = vocab_len
@@ -127,7 +127,7 @@ def resample_draft(
 
     `text` is the end of the sequence, `length` the length of the whole sequence; the random numbers depend on these two
     and on `seed`. Tokens that were not sampled stay, with None as distribution. The draft ends after the first token
-    that differs from the service's, because the tokens after it were drafted for another text.
+    that differs from the service's, because the tokens after it were drafted to follow the service's token.
     """
     text = list(text[-TEXT_LEN:])
     tokens: list[int] = []

@@ -51,7 +51,7 @@ class _Rate:
 
 @dataclass(slots=True)
 class _Load:
-    """The measurements and the present decision for one load: steps of `max_rows` rows down to more than half."""
+    """The measurements and the decision for one load: steps with at most `max_rows` and more than half as many rows."""
 
     max_rows: int
     closed_steps: int
@@ -100,7 +100,7 @@ class Gate:
         return self._was_open
 
     def interrupt(self) -> None:
-        """Leave the next few steps out of measurements: what ran before, such as other settings, affects them."""
+        """Leave the next 4 steps or more out of measurements: what ran before, such as other settings, affects them."""
         self._since_change = 0
         self._has_seen_drafts = False
         for load in self._loads.values():
@@ -115,7 +115,7 @@ class Gate:
         return is_open
 
     def observe(self, num_rows: int, num_tokens: int, step_s: float, has_drafts: bool = True) -> None:
-        """Add a step that only decoded, and decide again for its load if enough is measured.
+        """Add a step that only decoded to the measurements of its load, and decide again if these are complete.
 
         The step must have run as `is_open` last returned. `num_tokens`: new tokens of all rows together; `has_drafts`:
         the step verified drafts.
@@ -193,7 +193,10 @@ class Gate:
         return int(min(lost / _MAX_LOST, 4 * _CLOSED_STEPS))
 
     def _retry_soon(self) -> None:
-        """Let all loads measure drafts soon. Called when drafts pay at a load where they long did not pay."""
+        """Let every load measure drafts again after at most 256 steps.
+
+        Called when drafts pay at a load where they long did not pay.
+        """
         for load in self._loads.values():
             load.closed_steps = min(load.closed_steps, _CLOSED_STEPS)
 
@@ -222,8 +225,8 @@ class StepTimer:
     def step_s(self, num_new: Sequence[int], lengths: Sequence[int]) -> float | None:
         """Return the time since the last call; None if rows came, left or were in prefill. Call it after every step.
 
-        `num_new`: new tokens of each row, 0 in prefill; `lengths`: lengths of the rows that have new tokens. Rows have
-        no ids here, so the timer recognises them by their lengths.
+        `num_new`: new tokens of each row, 0 in prefill; `lengths`: lengths of the rows that have new tokens. The timer
+        gets no ids of rows, and recognises rows by their lengths.
         """
         now_s = self._clock()
         elapsed_s, self._last_s = now_s - self._last_s, now_s

@@ -222,7 +222,7 @@ class DraftSource(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Close the connection and drop what is still queued."""
+        """Close the connection and drop queued messages."""
 
     @abstractmethod
     def _propose(self, rows: Sequence[SequenceUpdate], end_s: float, step_us: int) -> list[Draft] | None:

@@ -1,7 +1,7 @@
 """Several draft services behind one client: rendezvous routing, failover and drain.
 
 A call sends to all services that it needs and then waits for all of them at once, until its one deadline. A service
-that cannot be reached, does not answer, refuses, or has another vocabulary gets nothing until it works again; its
+that cannot be reached, does not answer, refuses, or has another vocabulary gets no rows until it works again; its
 sequences move to other services, which open them anew. A service that is draining keeps its own sequences.
 
 Rendezvous hashing of its first tokens routes a new sequence, so that equal prompts of several targets meet at one
@@ -113,8 +113,8 @@ class DraftPool(DraftSource):
     def _usable(self, end_s: float) -> set[int]:
         """Handle all replies that have come, and return the numbers of the services that can be used.
 
-        A service that lately refused a message is included only if no service without a refusal can be used. Ping
-        services that cannot be used or are draining.
+        A service that refused a message in the last 5 s is included only if no service without a refusal can be used.
+        Ping services that cannot be used or are draining.
         """
         now_s = self._clock()
         flaws = []
@@ -187,7 +187,10 @@ class DraftPool(DraftSource):
         return found
 
     def _await(self, services: Sequence[DraftClient], end_s: float) -> dict[DraftClient, Reply]:
-        """Wait until `end_s` for the replies of these services and return them; mark a timeout where none came."""
+        """Wait for a reply from each of these services until `end_s`, and return the replies by service.
+
+        Mark a service that has not replied as lagging, and count its timeout.
+        """
         waiting = {self._transports[service]: service for service in services}
         replies: dict[DraftClient, Reply] = {}
         while waiting and (ready := poll_any(list(waiting), end_s - self._clock())):
@@ -249,7 +252,8 @@ class RendezvousRouter:
     def assign(self, tokens: Tokens, usable: Collection[int]) -> int | None:
         """Return the number of the service for a new sequence that begins with `tokens`; None if `usable` is empty.
 
-        That is the first of the `usable` services in the sequence's order whose load is not too high.
+        That is the first of the `usable` services, in the rendezvous order of the sequence, whose load is below its
+        maximum: 1.25 times the mean, or 4 if that is more.
         """
         if not usable:
             return None

@@ -40,7 +40,7 @@ class SequenceDelta(NamedTuple):
 
 @dataclass(slots=True)
 class _Synced:
-    """What was sent of one sequence."""
+    """How much of one sequence was sent, with its id and its seed."""
 
     length: int
     tail: bytes  # its last tokens
@@ -50,7 +50,7 @@ class _Synced:
 
 
 class SyncedSequences:
-    """What was sent of each sequence, by the engine's name for it. Several clients of one target may share it."""
+    """Records how much of each sequence was sent, by the engine's name for it. Clients of one target may share it."""
 
     def __init__(self) -> None:
         self._synced: OrderedDict[str, _Synced] = OrderedDict()
@@ -91,7 +91,7 @@ class SyncedSequences:
 
 @dataclass(slots=True)
 class SessionState:
-    """What a client knows of one session of a service."""
+    """A client's record of one session of a service: the drafts returned and pushed for it, and when it was opened."""
 
     step: int = 0  # the last step of the client that the sequence was in
     num_proposed: int = 0  # draft tokens that the client returned in that step

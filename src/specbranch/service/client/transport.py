@@ -2,9 +2,9 @@
 
 A `Transport` reads no clock and decodes no message, so that tests can put another transport in its place.
 
-ZeroMQ connects by itself, again and again. It gives up for good on a peer that breaks a rule, such as the bound on
-frames, so a connection over which nothing can be sent is made anew from time to time. The directory of a Unix socket
-is checked again then.
+ZeroMQ tries again to connect whenever that fails, but gives up for good on a peer that breaks a rule, such as the bound
+on frames. So if nothing can be sent, the connection is made anew, at most every five seconds. The directory of a Unix
+socket is checked again each time.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Transport(Protocol):
     """Interface of a connection to a service that restores itself. Methods raise only what their docstrings name."""
 
     def send(self, frame: bytes) -> bool:
-        """Send a frame without waiting; return False if there is nobody to send it to."""
+        """Send a frame without waiting; return False if that is impossible, as when no service is connected."""
         ...
 
     def receive(self, max_messages: int) -> list[list[bytes]]:
@@ -67,7 +67,7 @@ class Transport(Protocol):
         ...
 
     def close(self) -> None:
-        """Close the connection and drop what is still queued."""
+        """Close the connection and drop queued messages."""
         ...
 
 
@@ -161,7 +161,10 @@ class MessageChannel:
         self._since_s = clock()
 
     def send(self, message: Request) -> bool:
-        """Send a message without waiting; return False if there is nobody to send it to."""
+        """Send a message without waiting; return False if that is impossible, as when no service is connected.
+
+        If so, connect anew, unless the connection was last made less than five seconds ago.
+        """
         if self._transport.send(encode(message)):
             return True
         if self._clock() - self._since_s > _RENEWAL_S:
@@ -210,7 +213,7 @@ class MessageChannel:
                 return
 
     def close(self) -> None:
-        """Close the connection and drop what is still queued. A forked process leaves its parent's connection alone."""
+        """Close the connection and drop queued messages. A forked process leaves its parent's connection alone."""
         self._transport.close()
 
     def _fill(self) -> bool:

@@ -1,6 +1,7 @@
 """Plan the batch of a draft step: which sessions take part, which rows each runs, and how much is prefilled.
 
-Planning takes time too, so where several tenants share the draft, a step plans for only as many sessions as pay off.
+Planning takes time too: if several tenants share the draft, the number of sessions is limited, so that planning for
+them and running their rows at most about doubles the time of a step.
 """
 
 from __future__ import annotations
@@ -36,20 +37,20 @@ SessionRow = tuple[DraftSession, EngineRow]
 
 @dataclass(slots=True)
 class TenantActivity:
-    """When a tenant last sent a message, and its usual pause between two steps, to tell whether it is still there."""
+    """When a tenant last sent a message, and its usual pause between two steps, to tell whether it is present."""
 
     last_s: float = -math.inf
     pause_s: float = 0.0
 
     def record(self, now_s: float) -> None:
-        """Note that the tenant has sent a message."""
+        """Record a message that came at `now_s`: update `last_s` and, after a pause of more than 50 ms, `pause_s`."""
         pause_s = now_s - self.last_s
         if _MIN_PAUSE_S < pause_s < math.inf:
             self.pause_s = max(pause_s, self.pause_s / 2)
         self.last_s = now_s
 
     def is_present(self, now_s: float) -> bool:
-        """Return whether the tenant is most likely still there: it is not silent for much longer than usual."""
+        """Return whether the tenant has been silent for less than twice its usual pause, kept between 1 and 20 s."""
         return now_s - self.last_s < min(max(_MIN_SILENCE_S, 2 * self.pause_s), _MAX_SILENCE_S)
 
 
@@ -77,7 +78,7 @@ class RunnableSessions:
         return {tenant for kind in self._kinds for tenant in kind}
 
     def add(self, session: DraftSession) -> None:
-        """Add a session by its present kind: awaited, decoded, or only opened; if it is here already, move it."""
+        """Add a session by its present kind: awaited, decoded, or only opened; if it has changed its kind, move it."""
         if session.state is State.TARGET_WAITING:
             kind = self._awaited
         else:
@@ -88,7 +89,7 @@ class RunnableSessions:
             self._kind_of[session] = kind
 
     def discard(self, session: DraftSession) -> None:
-        """Remove a session, which has nothing to run until it is added again."""
+        """Remove a session, if it is among the runnable ones."""
         kind = self._kind_of.pop(session, None)
         if kind is not None:
             del kind[session.tenant][session]
@@ -133,11 +134,14 @@ def _interleave(queues: Sequence[Sequence[DraftSession]], count: int) -> list[Dr
 
 @dataclass(slots=True)
 class DraftBatch:
-    """The rows of one draft step with their sessions, and how many sessions were planned for."""
+    """The plan of one draft step: each row with its session, and the number of sessions considered for the step.
+
+    If the engine is so full that no row could be made, `without_room` has the sessions that were granted rows.
+    """
 
     num_sessions: int
     rows: list[SessionRow] = field(default_factory=list)
-    without_room: list[DraftSession] = field(default_factory=list)  # if the engine had no room for any row
+    without_room: list[DraftSession] = field(default_factory=list)
 
 
 class BatchPlanner:
@@ -179,13 +183,13 @@ class BatchPlanner:
         activity.record(self._clock())
 
     def pause_s(self) -> float:
-        """Return in how many seconds there is something to plan if no client sends a message; infinity if never."""
+        """Return how long to wait for a message before the next step is planned; infinity if no session is runnable."""
         if not self.runnable:
             return math.inf
         return max(self._others_at_s - self._clock(), 0.0) if self._may_pause else 0.0
 
     def plan(self) -> DraftBatch:
-        """Return the batch of the next step: choose its rows, and prepare their sequences in the engine's cache."""
+        """Choose the rows of the next step, open or fork their engine handles, and return them as a batch."""
         sessions, others = self._select_sessions()
         requests = self._requests(sessions, others)
         cost = self._step_cost() if self._is_shared else None
@@ -206,9 +210,10 @@ class BatchPlanner:
         return batch
 
     def observe_step(self, rows: Sequence[SessionRow], num_outputs: int, step_s: float) -> None:
-        """Learn from the time of a step: what rows take or, if the step has prefilled, what a prefilled token takes.
+        """Learn the time of rows from a step or, if the step has prefilled, the time of a prefilled token.
 
-        `num_outputs` is the number of distributions that the step has returned.
+        Prefilled tokens also count as usage of their tenants. `num_outputs` is the number of distributions that the
+        step has returned.
         """
         num_prefilled = sum([len(row.row.tokens) for _, row in rows]) - num_outputs
         if not num_prefilled:
@@ -231,8 +236,8 @@ class BatchPlanner:
     def _select_sessions(self) -> tuple[list[DraftSession], list[DraftSession]]:
         """Return the sessions to plan for: all if there is one tenant, else at most as many as double a step's time.
 
-        The second list has sessions that were only opened, or whose tenants have gone: only a few, for which little
-        planning time is spent. Sessions in neither list come in a later step.
+        They come in two lists. The second one is short: it has sessions that were only opened, or that no present
+        tenant decodes, for which little planning time is spent. Sessions in neither list come in a later step.
         """
         self._may_pause = self._is_shared = False
         if len(self._activity.keys() | self.runnable.tenants) > 1:
@@ -255,7 +260,11 @@ class BatchPlanner:
     def _requests(
         self, sessions: Sequence[DraftSession], others: Sequence[DraftSession]
     ) -> list[RowRequest[DraftSession]]:
-        """Return which nodes each session wants to run; plan for `others` only until their time limit is reached."""
+        """Return one request for rows for each session that has nodes to run.
+
+        `others` are less important sessions (see `RunnableSessions.select`). Plan for them until 4 ms are over; then
+        set the time at which the next steps may plan for less important sessions again.
+        """
         now_s = self._clock()  # read once: all sessions of a tenant have then prefilled equally much
         requests = [self._row_request(session, now_s) for session in sessions]
         if others:
@@ -268,9 +277,10 @@ class BatchPlanner:
         return [request for request in requests if request is not None]
 
     def _row_request(self, session: DraftSession, now_s: float) -> RowRequest[DraftSession] | None:
-        """Return which nodes a session wants to run; None if there are none, or while it waits for its prefix donor.
+        """Return a session's request to run nodes of its tree; None if it has none, or waits for its prefix donor.
 
-        The prefix donor is another session with the same prefix; this one waits while the donor prefills it.
+        The prefix donor is another session with the same prefix; this one waits while the donor prefills it. A session
+        without nodes to run, an idle one, and a paused one that no target waits for leave the runnable sessions.
         """
         request = None
         with self._faults.guard(session), session.lock:
@@ -292,7 +302,7 @@ class BatchPlanner:
         return request
 
     def _step_cost(self) -> StepCost | None:
-        """Return the cost of a draft step with planning and prefill; None before the first step."""
+        """Return the measured cost of a draft step, with planning and prefill; None before the first measurement."""
         cost = self._cost.cost
         if cost is None:
             return None
@@ -311,19 +321,22 @@ class BatchPlanner:
             return session.tree_cache.rows_for(core.tokens, core.tree, request.granted, prefill_chunk)
 
     def _is_donor_prefilling(self, session: DraftSession) -> bool:
-        """Return whether the session's prefix donor is still prefilling and gets turns, so that waiting pays off."""
+        """Return whether a session without handles should wait for its prefix donor, which is still prefilling.
+
+        No session waits for a donor that is dropped, idle or not runnable. A session with a verdict does not wait for a
+        donor that few steps plan for: one without a verdict or, among several tenants, one of a tenant not present.
+        """
         found = session.prefix_donor  # read once: the lookup thread may drop the session meanwhile
         if found is None or session.tree_cache.num_handles:
             return False
         donor, _ = found
         if donor not in self.runnable or donor.is_dropped or donor.is_idle:
             return False
-        # A decoded session does not wait for a donor with few turns: one only opened, or of a tenant that has gone.
         has_turns = donor.has_verdict and (not self._is_shared or donor.tenant in self._activity)
         return donor.num_unprefilled > 1 and (has_turns or not session.has_verdict)
 
     def _adopt_prefix(self, session: DraftSession) -> None:
-        """Start a session's cache with a copy of the prefix in its donor's cache, if the donor still holds it."""
+        """Clear `prefix_donor`; start the session's cache with a copy of the prefix if the donor's still holds it."""
         found, session.prefix_donor = session.prefix_donor, None
         if found is None or not session.is_draftable:
             return

@@ -60,7 +60,7 @@ class DraftRunner:
         self._thread.start()
 
     def stop(self, timeout_s: float | None = None) -> bool:
-        """Stop after the step that is running; return False if that takes longer than `timeout_s`."""
+        """Stop the draft thread after its present step; return False if that takes longer than `timeout_s`."""
         self._is_stopping = True
         self._news.put(None)
         if self._thread.is_alive():
@@ -69,16 +69,16 @@ class DraftRunner:
 
     @property
     def is_alive(self) -> bool:
-        """Whether the thread runs; it ends by itself only if it dies, or if the engine is lost."""
+        """Whether the draft thread is running: it ends when `stop` is called, when `engine_failed`, or by a crash."""
         return self._thread.is_alive()
 
     @property
     def engine_failed(self) -> bool:
-        """Whether the engine has failed at so many steps in a row that it counts as lost."""
+        """Whether the engine has run nothing in eight steps in a row, so that it counts as lost."""
         return self._num_failures >= _MAX_FAILURES
 
     def notify(self, session: DraftSession) -> None:
-        """Tell the draft thread that a session has changed. Called by the lookup thread."""
+        """Queue a changed session for the draft thread and wake the thread. Called by the lookup thread."""
         self._news.put(session)
 
     def pop_updated(self) -> list[DraftSession]:
@@ -92,9 +92,9 @@ class DraftRunner:
         return list(grown)
 
     def run_once(self) -> bool:
-        """Run one iteration and return False if there was nothing to do.
+        """Run one iteration of the draft thread; return False if there were no rows to run.
 
-        An exception that cannot be pinned on one session drops all sessions.
+        After an exception that cannot be pinned on one session, record it, drop all sessions and return True.
         """
         try:
             return self.run_step()
@@ -107,7 +107,7 @@ class DraftRunner:
     def run_step(self) -> bool:
         """Take in changed sessions, close dropped ones, plan and run one step; return False if there were no rows.
 
-        If the engine has no room for any row, evict one session.
+        If the engine is too full for any row, evict one session.
         """
         self._take_news()
         for session in self._store.pop_dropped():
@@ -174,7 +174,11 @@ class DraftRunner:
             self.counts.cleared += 1
 
     def _run_rows(self, rows: Sequence[SessionRow]) -> bool:
-        """Run one step and put its distributions into the trees; return False if the engine could not run it."""
+        """Run one step and put its distributions into the trees; return False if the engine could not run it.
+
+        If the engine was full, close the handles of the sessions and evict one session; after another error, run each
+        session's rows alone.
+        """
         start_s = self._clock()
         try:
             distributions = self._engine.run([row.row for _, row in rows])

@@ -97,7 +97,7 @@ class DraftSession:
 
     @property
     def is_paused(self) -> bool:
-        """Whether a target that decoded the sequence before left it out of its last steps: drafting then pauses."""
+        """Whether a target that decoded the sequence has since left it out of more than 4 steps: drafting pauses."""
         return self.has_verdict and self.client.steps - self._last_step > _MAX_MISSED_STEPS
 
     @property
@@ -106,7 +106,10 @@ class DraftSession:
         return self.client.steps - self._last_step > _IDLE_STEPS
 
     def is_active(self, now_s: float) -> bool:
-        """Return whether a target still decodes the sequence: not paused, not idle, and its target is not silent."""
+        """Return whether a target still decodes the sequence.
+
+        The session is then neither paused nor idle, and its client has sent a message in the last 10 s.
+        """
         return not (self.is_paused or self.is_idle) and now_s - self.client.last_message_s < _ACTIVE_S
 
     @property
@@ -132,7 +135,7 @@ class DraftSession:
             return True
 
     def touch(self, client: ClientActivity) -> None:
-        """Note that this client has just sent a verdict for the session."""
+        """Record that `client` has just opened the sequence or sent a verdict on it; it gets the pushed drafts."""
         self.client, self._last_step = client, client.steps
 
     def close_handles(self) -> None:
@@ -160,7 +163,7 @@ class DraftSession:
         self.pushed = []
 
     def mark_submitted(self, tokens: Sequence[int]) -> None:
-        """Note that the target verifies these tokens, which were pushed to it before the verdict."""
+        """Mark these tokens of a pushed draft, which the target verifies already, as submitted in the draft tree."""
         with self.lock:
             self.core.mark_submitted(tokens)
 

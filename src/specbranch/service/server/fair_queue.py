@@ -1,7 +1,7 @@
 """Per-client queues of messages, served by decayed usage.
 
-The client that used the least of the thread's time lately goes first, with one message. So a client with many messages,
-or with expensive ones, delays no other client for longer than one message takes.
+The client that has used the least of the thread's time goes first, with one message; used time counts half after each
+second. So a client with many messages, or with expensive ones, delays no other client for longer than one message.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class Message(NamedTuple):
 class FairQueue:
     """Bounded fair queue. When full, it drops the newest message of the client that holds most bytes.
 
-    It also drops messages that waited too long, by the time that was spent on serving other messages: time in which
-    the process stood still does not count.
+    It also drops messages that waited while more than a second was spent on serving other messages: time in which the
+    process stood still does not count.
     """
 
     def __init__(

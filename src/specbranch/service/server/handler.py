@@ -64,10 +64,10 @@ _NO_DRAFT = Draft([])
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HandlerOptions:
-    """The service's settings, the longest wait for a draft, and who may drain the service (stop new sequences).
+    """The service's settings, the longest wait for a draft, and whose key may drain the service (stop new sequences).
 
-    `settings` says how the service was started, for clients that ask. `owner` is the public key that may drain the
-    service, empty if the service uses no keys, or None if nobody may drain it.
+    `settings` has the values that the service was started with, for `OverviewRequest`. `owner` is the public key that
+    may drain the service, empty if the service uses no keys, or None if no client may drain it.
     """
 
     settings: Mapping[str, str | int] = field(default_factory=dict)
@@ -118,10 +118,11 @@ class RequestHandler:
         }
 
     def handle(self, client: Client, frames: Sequence[bytes], user: bytes = b"") -> Iterator[Answer]:
-        """Serve one message. Refuse, count and log what cannot be served; never raise.
+        """Serve one message and yield the answers to send, an `ErrorReply` if it cannot be served. Never raise.
 
-        Send each answer as soon as it is yielded: work that no client waits for comes after it. `user` is the public
-        key that the client has proved to hold; its namespaces are then separate from those of other keys.
+        A refused message is counted and logged. Send each answer as soon as it is yielded: work that no client waits
+        for comes after it. `user` is the public key that the client has proved to hold; its namespaces are then
+        separate from those of other keys.
         """
         try:
             yield from self._serve(client, frames, user)
@@ -151,7 +152,7 @@ class RequestHandler:
     def push_prefetched(self) -> list[Answer]:
         """Return messages to send, with the drafts for the likeliest next verdicts where these drafts have changed.
 
-        The drafts then count as sent. Call this after draft steps.
+        The drafts then count as pushed. Call this after draft steps.
         """
         self._take_grown()
         unpushed, self._unpushed = self._unpushed, {}
@@ -183,7 +184,7 @@ class RequestHandler:
         return activity
 
     def _error_reply(self, client: Client, error: Exception) -> Answer:
-        """Record an internal error, and return the error reply to this client; other clients are not affected."""
+        """Record an internal error, drop the step for which this client awaits a reply, and return the error reply."""
         self.faults.record(error, "a message is refused")
         self._waiting.remove(client)
         return (client, ErrorReply("the service failed on this message; see its log"))

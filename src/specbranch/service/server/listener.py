@@ -67,7 +67,7 @@ class Listener:
             self._bound = bound.pop_all()
 
     def close(self) -> None:
-        """Close the socket, and delete its file if it is still ours."""
+        """Close the socket, and delete its file unless another service has replaced the file."""
         self._bound.close()
 
     def receive(self) -> Message:
@@ -244,7 +244,7 @@ class SocketFile:
             return self._is_there()
 
     def replace(self, file: SocketFile) -> None:
-        """Use this new file at the same path from now on, in place of the file that was deleted."""
+        """Use `file`, a new file at the same path, in place of the one that was deleted."""
         with self._lock:
             self._identity, self._is_hidden = file._identity, False
 
@@ -259,7 +259,7 @@ class SocketFile:
             return self._is_hidden and self._move(self._hidden, self._path)
 
     def remove(self) -> None:
-        """Delete the file if it is still ours."""
+        """Delete the file, unless another service has replaced it."""
         with self._lock:
             if self._is_there():
                 self._where.unlink(missing_ok=True)

@@ -148,7 +148,7 @@ class SessionLookup:
     def _undraftable_reason(self, greatest: int, length: int) -> Obstacle | None:
         """Return why a sequence with this greatest token and this length gets no drafts; None if it can get drafts.
 
-        The draft model must know all tokens of the sequence, and the cache must hold them with some room to draft.
+        The draft model must know all tokens of the sequence, and the cache must hold 64 tokens more than the sequence.
         """
         if greatest >= self._info.vocab_len:
             return "foreign_token", greatest, self._info.vocab_len

@@ -1,4 +1,4 @@
-"""Replies that are held back, for planners that let a target wait, until all drafts are ready or the time is up."""
+"""Replies held back, for planners that let a target wait, until all drafts are ready or the deadline has passed."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class PendingReplies:
         self._rows: dict[DraftSession, dict[tuple[bytes, int], None]] = {}  # waiting rows by session: client, index
 
     def add(self, pending: PendingStep) -> None:
-        """Add the step of a client that has no other step here."""
+        """Store a step that has no reply yet; its client must have no other stored step."""
         self._pending[pending.client] = pending
 
     def add_row(self, pending: PendingStep, index: int, session: DraftSession | None, draft: Draft | None) -> None:
@@ -68,7 +68,7 @@ class PendingReplies:
         pending.set_draft(index, draft)
 
     def remove(self, client: bytes) -> PendingStep | None:
-        """Remove and return the step of a client, which has its reply or has gone on; None if it has no step here."""
+        """Remove the stored step of a client, end the wait of its rows, and return it; None if the client has none."""
         pending = self._pending.pop(client, None)
         if pending is not None:
             for index in list(pending.waiting):
@@ -76,7 +76,7 @@ class PendingReplies:
         return pending
 
     def waits_for(self, session: DraftSession) -> bool:
-        """Return whether a row waits for this session."""
+        """Return whether a row of a stored step waits for a draft of this session."""
         return session in self._rows
 
     def all(self) -> list[PendingStep]:
@@ -94,7 +94,7 @@ class PendingReplies:
     def completed(self, grown: Collection[DraftSession]) -> list[PendingStep]:
         """Ask awaited sessions in `grown`, which have new distributions, for drafts; return steps that are complete.
 
-        Rows that wait for a session that was dropped, or that has much to prefill, stop waiting too.
+        Rows that wait for a session that was dropped, or that has more than 32 tokens to prefill, stop waiting too.
         """
         touched: dict[bytes, None] = {}
         for session in [one for one in self._rows if one in grown or one.is_dropped or one.is_far_behind]:
@@ -116,7 +116,7 @@ class PendingReplies:
         return [self._pending[client] for client in touched if not self._pending[client].waiting]
 
     def expire(self, pending: PendingStep) -> None:
-        """End the wait of each waiting row of a step: set what may be submitted at once as its draft."""
+        """End the wait of each waiting row of a step, and set its draft by `DraftSession.propose_without_waiting`."""
         for index in list(pending.waiting):
             self._give_up(pending, index)
 

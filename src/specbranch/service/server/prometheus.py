@@ -72,7 +72,7 @@ class ServiceMetrics:
     """Collects all metrics when they are read, at most once a second. Any thread may use it.
 
     `counts` are the counters of the threads, `faults` has the `FaultGuard` of each thread, and `draft_cost` is the
-    measured time of draft steps. `settings`: how the service was started.
+    measured time of draft steps. `settings` are those that the service was started with.
     """
 
     def __init__(

@@ -53,7 +53,7 @@ class EventSink:
         self._trees: dict[int, TreeSnapshot] = {}  # before the verdicts of the current step, by session
 
     def opened(self, client: bytes, request: OpenSequences, at_s: float) -> None:
-        """Record that a client opened sequences."""
+        """Record in the timeline that a client opened the sequences of this request."""
         if self._timeline is not None:
             num_tokens = sum(len(unpack_tokens(packed)) for packed in request.sequences)
             lane = (client, request.namespace)
@@ -62,7 +62,7 @@ class EventSink:
     def before_commit(self, session: DraftSession, row: StepRow) -> PreVerdictState | None:
         """Return the state that `after_commit` needs, None if it needs none. Call this before a verdict is committed.
 
-        Also keep a copy of the draft tree for `arrived`, if there is a timeline with room for it.
+        Also keep a copy of the draft tree for `arrived`, if there is a timeline that still takes trees.
         """
         if not session.is_draftable:
             return None
@@ -77,7 +77,10 @@ class EventSink:
         return PreVerdictState(list(core.tokens) if len(core.tokens) == core.prompt_len else [], distributions)
 
     def after_commit(self, session: DraftSession, row: StepRow, before: PreVerdictState | None, age_s: float) -> None:
-        """Record a verdict that its session has committed; `age_s` is the time since the service began."""
+        """Record in the trace a verdict that its session has committed, unless `before` is None.
+
+        `before` is what `before_commit` returned; `age_s` is the time since the service began.
+        """
         if self._recorder is not None and before is not None:
             self._recorder.note(
                 VerdictRecord(
@@ -92,23 +95,24 @@ class EventSink:
             )
 
     def arrived(self, client: bytes, step: StepRequest, sessions: Sequence[DraftSession | None], at_s: float) -> None:
-        """Record a step of a target whose verdicts have been committed."""
+        """Record in the timeline a step whose verdicts have been committed; `sessions` has one entry for each row."""
         if self._timeline is not None:
             verdicts = [self._row_verdict(row, session) for row, session in zip(step.rows, sessions, strict=True)]
             self._timeline.arrive((client, step.namespace), at_s, verdicts)
             self._trees.clear()
 
     def answered(self, client: bytes, step: StepRequest, since_s: float, at_s: float, num_held: int) -> None:
-        """Record that the reply to a step, which came at `since_s`, left at `at_s`.
+        """Record in the timeline that the reply to a step, which came at `since_s`, left at `at_s`.
 
-        `num_held` of its rows had no draft at once.
+        `num_held` is the number of its rows that had to wait for their drafts.
         """
         if self._timeline is not None:
             self._timeline.answer((client, step.namespace), since_s, at_s, num_held)
 
     def drafted(self, feeds: Sequence[tuple[DraftSession, EngineRow]], start_s: float, end_s: float) -> None:
-        """Record a draft step with these `feeds`, its rows; call it before the distributions enter the trees.
+        """Record a draft step in the timeline, before its distributions are put into the trees.
 
+        `feeds` are the rows of the step, each with its session.
         The step counts as prefill if a row only prefills, or if its session has run no row before.
         """
         if self._timeline is not None:
@@ -124,7 +128,7 @@ class EventSink:
         return RowVerdict(row.num_submitted, len(row.tokens), session is not None, is_hit, met)
 
     def flush(self) -> None:
-        """Write buffered verdicts. Call after replies were sent."""
+        """Write buffered verdicts to the trace. Call after replies were sent."""
         if self._recorder is not None:
             self._recorder.flush()
 
@@ -182,7 +186,7 @@ class TraceRecorder:
             self._notes.append(note)
 
     def flush(self) -> None:
-        """Write buffered verdicts; end the trace with a warning if that fails."""
+        """Write buffered verdicts; if that fails, log a warning and record no more."""
         if not self._notes:
             return
         try:

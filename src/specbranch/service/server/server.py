@@ -107,11 +107,14 @@ class Server:
         self._checked_s = clock()
 
     def stop(self) -> None:
-        """Make `serve` return soon."""
+        """Make `serve` return after its present iteration."""
         self._is_stopping = True
 
     def serve(self) -> None:
-        """Listen and answer until `stop`, then close everything."""
+        """Listen and serve clients until `stop`; then end the draft thread, close the sockets and shut down the engine.
+
+        If the draft thread does not finish its step within 5 s, end the process.
+        """
         sys.setswitchinterval(_SWITCH_S)
         context: zmq.Context[Any] = zmq.Context()
         wake = context.socket(zmq.PULL)
@@ -142,7 +145,7 @@ class Server:
             log.info("stopped")
 
     def turn(self, router: Router) -> None:
-        """Run one iteration of the lookup thread: receive, serve, send what is due, and push drafts last."""
+        """Run one iteration of the lookup thread: receive and serve messages, send due replies, push drafts last."""
         is_woken = self._is_woken
         if is_woken:
             self._is_woken = False  # first, so that a draft step which ends now wakes this thread again
@@ -196,7 +199,7 @@ class Server:
         self.handler.counts.dropped = self._queue.num_dropped
 
     def _serve_messages(self, router: Router) -> None:
-        """Serve messages for a limited time, so that deadlines are met during a flood of messages."""
+        """Serve queued messages for about 5 ms at most, so that replies held back still meet their deadlines."""
         start_s = now_s = self._clock()
         while now_s - start_s < _MAX_SERVING_S and (message := self._queue.pop()) is not None:
             before_s = self._work_clock()

@@ -138,7 +138,7 @@ class SessionStore:
             return session.state is not State.DROPPED
 
     def evict_for(self, wanting: Sequence[DraftSession], weight: Callable[[DraftSession], float]) -> None:
-        """Evict one session to make room in the engine for the sessions in `wanting`.
+        """Evict one session to free tokens and handles of the engine for the sessions in `wanting`.
 
         `weight` is the share of the engine that a session takes. The tenant with the largest share loses its least
         recently used session that is not in `wanting`; if it has none, its heaviest session in `wanting`.
@@ -154,7 +154,7 @@ class SessionStore:
             self._evict(next(idle, None) or max(own, key=weight))
 
     def pop_evicted_length(self, key: Key) -> int | None:
-        """Return the length of a sequence evicted for lack of room, and forget it; None if it was not evicted."""
+        """Delete the record of a sequence's eviction, and return the sequence's length; None if there is no record."""
         with self._lock:
             return self._evicted.pop(key, None)
 
@@ -190,7 +190,7 @@ class SessionStore:
         return Stats.total([retired, *(session.core.stats for session in sessions)])
 
     def stats_of(self, namespace: bytes) -> tuple[int, Stats]:
-        """Return how many sessions a namespace has, and its counters, dropped sessions included."""
+        """Return the number of sessions of a namespace, and the sum of their counters and those of dropped sessions."""
         with self._lock:
             retired = replace(self._retired.get(namespace, Stats()))
             sessions = [session for session in self._sessions.values() if session.namespace == namespace]
@@ -246,7 +246,10 @@ class PrefixHashes:
         self.num_hashed = 0
 
     def extend(self, tokens: Sequence[int]) -> Iterator[tuple[int, bytes]]:
-        """Yield length and digest of each prefix that is new since the last call; `tokens` is the whole sequence."""
+        """Yield length and digest of each prefix that is longer than those of earlier calls; `tokens` is the sequence.
+
+        The lengths are multiples of `MARK_LEN`.
+        """
         num_marks = (len(tokens) - self.num_hashed) // MARK_LEN
         packed = as_bytes(tokens[self.num_hashed : self.num_hashed + num_marks * MARK_LEN])  # at once, for long ones
         mark_size = len(packed) // max(num_marks, 1)
@@ -355,7 +358,7 @@ class UndraftableSequences:
         self._total: Counter[Reason] = Counter()
 
     def record(self, namespace: bytes, reason: Reason, value: int, limit: int) -> None:
-        """Count a sequence, and log the first for each reason with the `value` that is beyond the `limit`."""
+        """Count a sequence without drafts; log the first for each `reason`, with the `value` beyond the `limit`."""
         with self._lock:
             is_first = not self._total[reason]
             self._total[reason] += 1

@@ -23,7 +23,7 @@ class _Tenant:
     was_stall: bool = False  # the last step, which was not learned from
 
     def learn(self, num_rows: int, num_submitted: int, num_committed: int, step_s: float) -> None:
-        """Learn the time of a step; skip it if it is far longer than usual and the step before was not skipped."""
+        """Learn the time of a step; skip it if it took over ten times the usual and the step before was not skipped."""
         usual = self.costs.target.cost
         is_stall = usual is not None and step_s > _STALL_FACTOR * usual.at(num_rows + num_submitted) > 0
         self.was_stall = is_stall and not self.was_stall
@@ -42,7 +42,7 @@ class ClientActivity:
     namespaces: set[bytes] = field(default_factory=set)
 
     def begin_step(self, now_s: float) -> None:
-        """Count a step and allow new pushes."""
+        """Count a step that came at `now_s`, and set the number of pushes since the last step to zero."""
         self.steps += 1
         self.last_message_s = now_s
         self.num_pushes = 0
@@ -62,7 +62,7 @@ class Tenants:
         return self._tenant(namespace).costs
 
     def client(self, name: bytes) -> ClientActivity:
-        """Return the activity of a client; a new client begins at zero."""
+        """Return the activity of a client; for an unknown client, store and return a new one."""
         client = self._clients.get(name)
         if client is None:
             client = self._clients[name] = ClientActivity(name)

@@ -1,7 +1,7 @@
 """Record a service as a Chrome timeline, with a snapshot of the draft tree before each verdict.
 
 The time between a reply and the next verdict of the same target is the target's step. A reply that was held back is a
-wait. Recording appends one small tuple and does no I/O. There is no clock here: callers pass the time.
+wait. Recording appends one small tuple and does no I/O. Callers pass the time.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ class VerdictTree:
 class RowVerdict:
     """The verdict on one row of a step: how many tokens were submitted, and how many committed.
 
-    `is_known`: the service has a session for the sequence. `is_hit`: the verdict was prepared; None if the sequence is
-    unknown or gets no drafts.
+    `is_known`: the service has a session for the sequence. `is_hit`: the draft had run the last token of the verdict;
+    None if the sequence is unknown or gets no drafts.
     """
 
     submitted: int
@@ -74,7 +74,7 @@ class RowVerdict:
 class TimelineRecorder:
     """Records up to `max_events` events, then logs one warning and records no more. Two threads may use it at once.
 
-    It records trees until they have `max_nodes` nodes in all.
+    It records trees until they have `max_nodes` nodes in all. A `lane`, a client and a namespace, stands for a target.
     """
 
     def __init__(self, max_events: int = 1_000_000, max_nodes: int = 4_000_000) -> None:
@@ -91,15 +91,18 @@ class TimelineRecorder:
 
     @property
     def takes_trees(self) -> bool:
-        """Whether there is room for more trees."""
+        """Whether more trees can be recorded: neither the events nor the trees' nodes have reached their maximum."""
         return self._nodes_left > 0 and not self.is_full
 
     def open(self, lane: Lane, at_s: float, planner: str, num_sequences: int, num_tokens: int) -> None:
-        """Record that a client opened sequences with this planner."""
+        """Record that the target of `lane` opened sequences, with `num_tokens` tokens in all, and their planner."""
         self._record("open", self._number(lane), at_s, at_s, (planner, num_sequences, num_tokens))
 
     def arrive(self, lane: Lane, at_s: float, rows: Sequence[RowVerdict]) -> None:
-        """Record the verdicts of a step, which ends at `at_s` and began with the last reply to this target."""
+        """Record a step of the target of `lane` with its verdicts: it ends at `at_s` and began with the last reply.
+
+        Also record the numbers of hits and misses, and the trees of the verdicts.
+        """
         number = self._number(lane)
         start_s = self._answered_s.pop(number, None)
         if start_s is not None:
@@ -123,9 +126,9 @@ class TimelineRecorder:
                 )
 
     def answer(self, lane: Lane, since_s: float, at_s: float, num_held: int) -> None:
-        """Record that a reply left at `at_s`, which begins the target's next step.
+        """Keep `at_s`, when a reply left, as the start of the next step of the target of `lane`.
 
-        If `num_held` rows had no draft at once, also record the wait since `since_s`.
+        If `num_held`, the number of rows that had to wait for their drafts, is not 0, record a wait since `since_s`.
         """
         number = self._number(lane)
         self._answered_s[number] = at_s
@@ -133,7 +136,7 @@ class TimelineRecorder:
             self._record("wait", number, since_s, at_s, (num_held,))
 
     def draft(self, start_s: float, end_s: float, rows: int, tokens: int, is_prefill: bool, sessions: set[int]) -> None:
-        """Record one step of the draft engine."""
+        """Record one step of the draft engine, with its numbers of rows and tokens and the numbers of its sessions."""
         self._record("draft", 0, start_s, end_s, (rows, tokens, is_prefill, tuple(sorted(sessions))))
 
     def write(self, path: Path, **about: Any) -> None:

@@ -105,7 +105,7 @@ def _exists(path: Path) -> AddressError:
 
 
 def check_address(address: str, keys: ClientKeys | None = None) -> None:
-    """Raise `AddressError` for an address or for keys that cannot be used."""
+    """Raise `AddressError` unless this is an ipc:// address, or a tcp:// address with keys that can be loaded."""
     if socket_path(address) is None:
         _curve_keys(address, keys)
 

@@ -61,7 +61,7 @@ class Hello(Struct, tag="hello", array_like=True, frozen=True, forbid_unknown_fi
 
 
 class Welcome(Struct, tag="welcome", array_like=True, frozen=True, forbid_unknown_fields=True):
-    """The reply to `Hello`: the draft, the size of its vocabulary, and hashes of some of its tokens if they are known.
+    """The reply to `Hello`: the draft model, its vocabulary's size, and hashes of some of its tokens if they are known.
 
     `is_draining`: the service accepts no new sequences.
     """
@@ -247,7 +247,7 @@ class OverviewRequest(Struct, tag="get-overview", array_like=True, frozen=True, 
 
 
 class Overview(Struct, tag="overview", array_like=True, frozen=True, forbid_unknown_fields=True):
-    """The reply to `OverviewRequest`: how the service was started, and its metrics, summed over all targets.
+    """The reply to `OverviewRequest`: the settings that the service was started with, and its metrics over all targets.
 
     Figures have the names of the service's metrics (`server/prometheus.py`), so a new metric needs no new message.
     """
