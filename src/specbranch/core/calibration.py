@@ -118,7 +118,10 @@ class Calibration:
         return (1 - self.sampled_accept_prob(q)) * self._others_of_drawn.prob(distribution, token, drawn)
 
     def observe(self, distribution: Distribution, token: int) -> None:
-        """Learn from the token that the target emitted where the draft had predicted this distribution."""
+        """Update the estimates with the token that the target emitted where the draft predicted `distribution`.
+
+        An empty distribution changes nothing.
+        """
         if not distribution.ids:
             return
         first = distribution.ids[0]
@@ -127,7 +130,7 @@ class Calibration:
             self._others.observe(distribution, token, first)
 
     def observe_drawn(self, distribution: Distribution, token: int, drawn: int, q: Distribution) -> None:
-        """Learn from the `token` that the target emitted where it first tested `drawn`, a token sampled from `q`.
+        """Update the learned probabilities of sampling with the emitted `token` and `drawn`, a token sampled from `q`.
 
         `distribution` is the draft's top-k at temperature 1, from which `q` was made.
         """
@@ -136,12 +139,12 @@ class Calibration:
             self._others_of_drawn.observe(distribution, token, drawn)
 
     def guess_accept_prob(self, grounds: Grounds) -> float:
-        """Return the probability that a guessed token is right; `grounds`: its source and matched context length."""
+        """Return the probability that an n-gram guess is right; `grounds`: its source and matched context length."""
         seen, right = self._guesses.get(grounds, (0.0, 0.0))
         return (right + _PRIOR / 2) / (seen + _PRIOR)
 
     def observe_guess(self, grounds: Grounds, is_right: bool) -> None:
-        """Learn whether a guessed token was right; `grounds`: its source and matched context length."""
+        """Count an n-gram guess as right or wrong for its `grounds`: its source and matched context length."""
         seen, right = self._guesses.get(grounds, (0.0, 0.0))
         self._guesses[grounds] = (seen * self._keep + 1, right * self._keep + is_right)
 

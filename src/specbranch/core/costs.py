@@ -98,7 +98,7 @@ class TokensPerStep:
         self._rows = self._committed = self._submitted = 0.0
 
     def observe(self, num_rows: int, num_submitted: int, num_committed: int) -> None:
-        """Add one step with `num_rows` sequences; the numbers of tokens are sums over all sequences."""
+        """Add one step to the averages: its `num_rows` sequences, and how many tokens they submitted and committed."""
         self._rows = self._rows * self._keep + num_rows
         self._submitted = self._submitted * self._keep + num_submitted
         self._committed = self._committed * self._keep + num_committed
@@ -193,7 +193,10 @@ class PairModel:
     history: OutputHistory = field(default_factory=OutputHistory)
 
     def observe_step(self, num_rows: int, num_submitted: int, num_committed: int, step_s: float) -> None:
-        """Add one step of the target with `num_rows` sequences; the numbers of tokens are sums over all sequences."""
+        """Add one measured step with `num_rows` sequences to the target's model, and update its prices.
+
+        The numbers of tokens are sums over all sequences of the step.
+        """
         self.target.observe(num_rows, num_submitted, step_s, num_committed)
 
     def copy_for_one(self) -> PairModel:

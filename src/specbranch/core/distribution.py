@@ -1,11 +1,12 @@
 """Next-token distributions: top-k of logits, a request's sampling parameters, and sampling that can be repeated.
 
-Probabilities are floats in production and `Fraction`s in exact tests; nothing here rounds.
+Probabilities are floats in production and `Fraction`s in exact tests.
 
-The draft service samples a token to draft on from there. The target's side samples it again, from the distribution that
-the service sent, and only this second sample counts. Both use the same random number, made of the request's seed and
-the tokens before: so both sample the same token, and no two positions of a draft tree share a number. However wrong the
-service's distribution may be, the second token is really sampled from it, as rejection sampling requires.
+The draft service samples a token and drafts the tokens after it. The target's side samples it again, from the
+distribution that the service sent, and only this second sample counts. Both use the same random number, made of the
+request's seed and the tokens before: so both sample the same token, and no two positions of a draft tree share a
+number. However wrong the service's distribution may be, the second token is really sampled from it, as rejection
+sampling requires.
 
 A `RandomSource` only chooses one of several weighted options. So tests can replace it by an enumeration of all choices,
 and prove a distribution instead of sampling it.
@@ -43,7 +44,7 @@ class Distribution:
 
     @property
     def confidence(self) -> Prob:
-        """Probability of the most likely token, whichever token is drawn; 0 if the distribution has no token."""
+        """Probability of the most likely token; 0 if the distribution has no token."""
         return self.probs[0] if self.probs else 0.0
 
     def dense(self, vocab_len: int) -> Dense:

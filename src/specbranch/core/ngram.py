@@ -7,8 +7,9 @@ verifies the guesses at once. Either way a wrong guess only wastes time.
 Guesses from the sequence itself need no model. They help where text is copied: in summaries, in answers about a given
 text, in edits of code.
 
-People ask the same things again, agents run in loops, and edits of one file repeat most of it. So past answers are kept
-too, up to a number of tokens: answers that were not used lately are forgotten first. No answer leaves its namespace.
+Past answers are kept too, because repeated questions, agents in loops and edits of one file repeat most of an answer.
+Their number of tokens is limited: the oldest answers are forgotten first, but answers in which a context was found
+stay longer. The service keeps a separate history for each namespace, so guesses never come from another namespace.
 """
 
 from __future__ import annotations
@@ -45,13 +46,13 @@ class NgramDrafter:
         self._answer = answer
 
     def index_new_tokens(self) -> None:
-        """Index new tokens of the sequence, a bounded number of them in each call."""
+        """Add tokens of the sequence that are not indexed yet to the index, at most 2048 in each call."""
         self._index.index_new_tokens()
 
     def extend(
         self, tree: Tree, tip: Node, count: int, min_prob: float, sources: Collection[str] = SOURCES
     ) -> list[Node]:
-        """Add a chain of at most `count` guessed nodes below `tip`, a node that was not run, and return it.
+        """Add a chain of at most `count` guessed nodes below `tip`, a node that was not run, and return these nodes.
 
         The chain ends before a guess that the target reaches from the root with a probability below `min_prob`.
         `sources`: where guesses may come from, `TEXT`, `MEMORY` or both.
@@ -98,8 +99,8 @@ class NgramDrafter:
 class NgramIndex:
     """Finds where the last few tokens of a sequence occurred before in it.
 
-    `tokens` is a list that only grows; each call indexes a bounded number of new tokens. Memory: at most one entry for
-    each position and each of `LENGTHS`.
+    `tokens` is a list that only grows; `index_new_tokens` indexes a bounded number of its tokens per call. Memory: at
+    most one entry for each position and each of `LENGTHS`.
     """
 
     def __init__(self, tokens: list[int]) -> None:
@@ -117,7 +118,7 @@ class NgramIndex:
         self.num_indexed = max(self.num_indexed, end)
 
     def continuation(self, tail: Sequence[int], count: int) -> tuple[list[int], int]:
-        """Return what followed the last earlier occurrence of the context, and how many tokens of the context matched.
+        """Return the tokens after the last earlier occurrence of the context, and how many tokens of it matched.
 
         The context is the end of the sequence and then `tail`; its longest indexed match is used. Return at most
         `count` tokens; an empty list and 0 if nothing matches.
@@ -133,7 +134,7 @@ class NgramIndex:
 
 
 class PastOutput:
-    """One answer in an `OutputHistory`, growing or complete. An answer that was forgotten is not remembered again."""
+    """One answer in an `OutputHistory`, growing or complete. A forgotten answer takes no more tokens."""
 
     __slots__ = ("is_forgotten", "is_used", "tokens")
 
@@ -156,7 +157,7 @@ class HistoryBudget:
         self._last: dict[OutputHistory, int] = {}  # when each history grew last
 
     def take(self, history: OutputHistory, num_tokens: int) -> None:
-        """Count new tokens of a history, and forget answers until all histories together are within the limit."""
+        """Count `num_tokens` new tokens of `history`, and make histories forget answers while over the limit."""
         self._now += 1
         self._last[history] = self._now
         self._num_tokens += num_tokens
@@ -168,10 +169,10 @@ class HistoryBudget:
 
 
 class OutputHistory:
-    """Keeps past answers, and finds what followed given tokens in one of these answers.
+    """Keeps past answers, and finds the tokens that followed a context in one of them.
 
-    `room` limits the tokens kept; several histories may share it. One thread may read while another writes: each change
-    is atomic.
+    `room` is the limit on the number of tokens kept; several histories may share it. One thread may call
+    `continuation` while another adds tokens: each change is atomic.
     """
 
     def __init__(self, room: HistoryBudget | None = None) -> None:
@@ -181,11 +182,14 @@ class OutputHistory:
         self.num_tokens = 0
 
     def begin(self) -> PastOutput:
-        """Return a new, empty answer to pass to `add`; it is remembered from its first token on."""
+        """Return a new, empty answer to pass to `add`; the history keeps it from its first token on."""
         return PastOutput()
 
     def add(self, answer: PastOutput, tokens: Sequence[int]) -> None:
-        """Add the next tokens of an answer, unless the answer was forgotten."""
+        """Append tokens to an answer and index them; do nothing if the answer was forgotten.
+
+        If the histories that share the limit then hold too many tokens, they forget answers.
+        """
         if answer.is_forgotten or not tokens:
             return
         kept = answer.tokens
@@ -202,10 +206,10 @@ class OutputHistory:
     def continuation(
         self, tail: Sequence[int], count: int, other_than: PastOutput | None = None
     ) -> tuple[list[int], int]:
-        """Return what followed the last tokens of `tail` in a past answer, and how many of these tokens matched.
+        """Return the tokens that followed the end of `tail` in a past answer, and how many tokens of `tail` matched.
 
-        The longest match is used, in the answer where it occurred last; if that answer is `other_than`, a shorter match
-        is tried. Return at most `count` tokens; an empty list and 0 if nothing matches.
+        The longest match is used, in the answer where it occurred last, which is marked as used; if that answer is
+        `other_than`, a shorter match is tried. Return at most `count` tokens; an empty list and 0 if nothing matches.
         """
         for length in LENGTHS:
             if _MIN_LEN <= length <= len(tail):
@@ -219,7 +223,7 @@ class OutputHistory:
     def forget_oldest(self) -> int:
         """Forget the oldest answer and return its number of tokens.
 
-        If it was used since it was last considered, keep it as the newest answer and return 0.
+        If `continuation` has marked it as used, remove the mark, keep the answer as the newest one and return 0.
         """
         answer = self._answers.popleft()
         if answer.is_used:

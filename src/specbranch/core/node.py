@@ -158,7 +158,7 @@ class RejectionPicker(GreedyPicker):
 
 
 def rejection_picker(sampling: RequestSampling, tokens: Sequence[int], calibration: Calibration) -> RejectionPicker:
-    """Return the object that draws the draft tokens of a sampled request, so that rejection sampling can verify them.
+    """Return a picker that draws the draft tokens of a sampled request, so that rejection sampling can verify them.
 
     `tokens` is the list of the request's committed tokens, which grows while the request is decoded. `calibration`
     estimates whether the target accepts a sampled token or the likeliest token more often.

@@ -73,7 +73,10 @@ def _kinds(settings: type[Settings]) -> dict[str, Any]:
 
 
 def _advice(kind: Any, value: object) -> str | None:
-    """Return advice on which value to give instead; None if the value is valid. `kind` is the type of the setting."""
+    """Return the part of an error message that says which values are valid for a setting of type `kind`.
+
+    Return None if `value` is valid.
+    """
     if kind is bool:
         return None if isinstance(value, bool) else "give true or false"
     if get_origin(kind) is Literal:
@@ -126,7 +129,7 @@ class Planner(ABC, Generic[S]):
 
     @abstractmethod
     def submit(self, round: Round) -> Sequence[Node] | None:
-        """Return the chain below the root to verify now (it may be empty), or None to let the target wait for more.
+        """Return the chain below the root to verify now (it may be empty), or None to let the target wait for a draft.
 
         Called after every verdict, and again after every draft step while the target waits.
         """
@@ -143,4 +146,7 @@ class Planner(ABC, Generic[S]):
         return None
 
     def learn(self, round: Round, verdict: Verdict) -> None:  # most planners learn nothing
-        """Learn from the verdict on this round's submission. Called before the tree is re-rooted."""
+        """Update the planner's state from the verdict on this round's submission. Called before the tree is re-rooted.
+
+        The base class changes nothing.
+        """

@@ -35,7 +35,7 @@ class RowRequest(Generic[K]):
     num_unprefilled: int = 0  # committed tokens that the draft has not prefilled yet
     round_index: int = 0  # of the session when the request was made
     tenant: Hashable = None  # the owner of the session
-    num_prefilled: float = 0.0  # tokens that were prefilled for its tenant lately
+    num_prefilled: float = 0.0  # tokens that were prefilled for its tenant; old ones may count less
     granted: list[Node] = field(default_factory=list)
 
     @property
@@ -61,9 +61,11 @@ def request_rows(
     tenant: Hashable = None,
     num_read: float = 0.0,
 ) -> RowRequest[K]:
-    """Return a session's request to run these nodes of its tree; `is_awaited`: a target waits for the session.
+    """Return a session's request to run `nodes` of its draft tree, each with its path probability as priority.
 
-    `num_unread` committed tokens are not prefilled yet; `num_read` tokens were prefilled for the tenant lately.
+    `is_awaited`: a target waits for the session; this adds 1 to each priority. `num_unread` is the number of committed
+    tokens that the draft has not prefilled yet. `num_read` is the number of tokens prefilled for `tenant`, the owner of
+    the session; the caller may weight old ones less.
     """
     lead = 1.0 if is_awaited else 0.0
     priorities = [lead + round.tree.path_prob(node) for node in nodes]
@@ -88,9 +90,9 @@ def select_rows(
 ) -> Schedule[K]:
     """Grant at most `row_limit` rows, the most valuable first, and return the schedule of the step.
 
-    Granted rows are stored in the requests. Where several tenants request rows and the `cost` of a row is known, it
-    limits the rows beyond equal shares. `prefill_chunk` is the most tokens to prefill. `is_shared`: there are several
-    tenants, of which some request nothing at present, but may before a long step is over.
+    Granted nodes are appended to `granted` of each request. `prefill_chunk` is the most tokens to prefill. `is_shared`:
+    several tenants use the draft, even if one tenant alone requests rows now. If tenants share the draft and `cost` is
+    given, further rows and prefill tokens together may take about as long as the rows within equal shares.
     """
     ranked = sorted(
         ((priority, number, node) for number, request in enumerate(requests) for priority, node in _pairs(request)),
@@ -139,7 +141,7 @@ def _shares(tenants: Sequence[Hashable], row_limit: int, max_share: int) -> tupl
 def _fit_chunk(requests: list[RowRequest[K]], prefill_chunk: int) -> list[RowRequest[K]]:
     """Return the requests without those whose prefill exceeds the rest of the chunk; the first prefill always fits.
 
-    The chunk goes first to requests that a target waits for, then to tenants with the fewest tokens prefilled lately.
+    The chunk goes first to requests that a target waits for, then to those with the lowest `num_prefilled`.
     """
     in_prefill = [request for request in requests if request.is_in_prefill]
     left_out, num_tokens = set(), 0

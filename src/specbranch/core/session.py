@@ -102,10 +102,11 @@ class Session:
             self._use_calibration()
 
     def seclude(self) -> None:
-        """Stop teaching other sequences: add no more tokens to the history, and learn from verdicts for this one alone.
+        """Add no more tokens of this sequence to the history, and let its verdicts update only its own calibration.
 
-        This is for a request whose random numbers may come again, such as one with a seed: a draft must not depend on
-        the numbers that will test it. This sequence still uses the history and what was learned before.
+        So its tokens and verdicts no longer change the drafts of other sequences. This is for a request whose random
+        numbers may come again, such as one with a seed: a draft must not depend on the numbers that will test it. The
+        sequence still uses the history, and its calibration starts as a copy of the shared one.
         """
         if not self._is_secluded:
             self._is_secluded = True
@@ -129,7 +130,7 @@ class Session:
         """Return, for each likely next verdict, the tokens that it commits and the chain to submit after it.
 
         These are at most the `count` likeliest verdicts. A verdict is left out if the planner cannot decide in advance,
-        or has nothing to submit so far.
+        or would submit no token.
         """
         drafts: list[tuple[list[int], Sequence[Node]]] = []
         for node in likely_verdicts(self.round.tree, count, _MIN_PROB):
@@ -139,7 +140,10 @@ class Session:
         return drafts
 
     def mark_submitted(self, tokens: Sequence[int]) -> None:
-        """Submit prefetched tokens as far as they are in the tree, unless this round has a submission already."""
+        """Submit the nodes of prefetched tokens, up to the first token that is not in the draft tree.
+
+        Do nothing if this round has a submission already.
+        """
         if self.round.is_waiting:
             self.round.tree.submit(self.round.tree.find(tokens))
 
@@ -151,8 +155,9 @@ class Session:
     def submit_ready(self) -> None:
         """Submit at the deadline, even if the planner would let the target wait, unless this round has a submission.
 
-        For exact match the chain is empty. For rejection sampling it is all that was drafted in time: how long a
-        planner waits depends on the tokens that follow a token, and whether a token is tested must not depend on these.
+        For exact match the chain is empty. For rejection sampling it is the drafted chain, up to the planner's `gamma`:
+        how long a planner waits depends on the tokens that follow a token, and whether a token is tested must not
+        depend on these.
         """
         tree = self.round.tree
         if self.is_sampled and self.round.is_waiting:

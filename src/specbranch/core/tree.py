@@ -112,7 +112,10 @@ class Tree:
         return path
 
     def distributions(self, tokens: Sequence[int]) -> list[Distribution | None]:
-        """Return the distribution that the draft predicted for each of these tokens after the root; None if unknown."""
+        """Return the draft's distribution at the position of each of `tokens`, which follow the root.
+
+        An entry is None if the draft was not run for that position, or if the tokens before it were not drafted.
+        """
         nodes = [self.root, *self.find(tokens)]
         found = [node.distribution for node in nodes[: len(tokens)]]
         return found + [None] * (len(tokens) - len(found))
@@ -122,7 +125,7 @@ class Tree:
         return math.exp(node.log_prob - (start or self.root).log_prob)
 
     def add_guess(self, parent: Node, token: int, grounds: Grounds) -> Node:
-        """Add a guessed token as a child of `parent`, a node that was not run, and return the child, new or old.
+        """Add a guessed token as a child of `parent`, a node that was not run, and return the new or existing child.
 
         `grounds` are its source and matched context length, by which its probability is learned. A guess is not sampled
         from a distribution: the target must verify such tokens by exact match, which is exact for any proposed token.
@@ -134,7 +137,10 @@ class Tree:
         return child
 
     def set_distribution(self, node: Node, distribution: Distribution) -> None:
-        """Set the distribution after a node that was run, and update the probabilities of the guesses below it."""
+        """Set the distribution after a node that was run.
+
+        If guesses are below the node, also draw its child to submit, and update the probabilities of the guesses.
+        """
         node.distribution = distribution
         if not node.children:
             return
@@ -304,7 +310,7 @@ class RollbackCounts:
 
     @property
     def rolled_back(self) -> int:
-        """Drafted tokens that a verdict made useless, whatever the cause."""
+        """Number of drafted tokens that verdicts rolled back, for any cause."""
         return self.rejected + self.unused + self.cut
 
     def add(self, other: RollbackCounts) -> None:

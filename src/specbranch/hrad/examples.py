@@ -42,7 +42,7 @@ _DISTRIBUTIONS_AT_ONCE = 8  # answers; a distribution over a large vocabulary ne
 
 
 class ExamplesError(SpecBranchError, ValueError):
-    """A directory holds no examples, or its examples cannot be used for what was asked."""
+    """A directory holds no examples of this version, the directories do not match, or a split has no examples."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +88,7 @@ class Examples:
     def settled(self, window: int) -> Examples:
         """Return the examples for which it is known how much of a window was accepted.
 
-        Left out are positions where the answer ends within the window, with all its tokens accepted up to there.
+        Left out are positions where the answer ends within the window and all tokens up to its end were accepted.
         """
         return self.take((self.runs < self.left) | (self.left >= window))
 
@@ -270,7 +270,7 @@ def collect(
 def _dtype(device: str) -> Any:
     """Return the data type for both models: bfloat16, or float32 on a CPU that can only emulate bfloat16.
 
-    The choice does not depend on timing, because a resumed collection must use the same type.
+    The choice depends only on the device and its instruction set, because a resumed collection must use the same type.
     """
     import torch
 
@@ -279,9 +279,9 @@ def _dtype(device: str) -> Any:
 
 
 def share_keys(model: Any) -> None:
-    """Make steps of one token faster: change the model's attention to compute all query heads of a key head together.
+    """Replace the model's attention by one that computes all query heads of a key head together in steps of one token.
 
-    Otherwise, with padding, Transformers copies the keys for each query head, which takes most of a step's time.
+    With padding, Transformers' own attention copies the keys for each query head, which takes most of a step's time.
     """
     from torch.nn.functional import scaled_dot_product_attention
     from transformers import AttentionInterface, AttentionMaskInterface

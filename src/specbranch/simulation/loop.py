@@ -34,7 +34,7 @@ class TargetLane(Protocol):
 
 
 class DraftLane(Protocol):
-    """Interface of the draft model on its device: what the event loop uses. A step has at most `row_limit` rows."""
+    """Interface of the draft model on its device, as the event loop uses it. A step has at most `row_limit` rows."""
 
     row_limit: int
 
@@ -57,7 +57,7 @@ class TargetStep:
     """A finished step of the target; each tuple has one entry per session.
 
     `wait_s` is how long the target waited for drafts before the step, `submitted` the number of submitted tokens, and
-    `hits` whether the draft had prepared for the verdict.
+    `hits` whether the draft had drafted and run the last token of the verdict.
     """
 
     start_s: float

@@ -241,7 +241,7 @@ class ScriptedTarget:
 def candidates(session: Session, vocab_len: int) -> list[Candidates]:
     """Return for rejection sampling the candidates at each submitted position, and at the position after the last.
 
-    The candidates are all tokens that the draft drew there, with the distribution that they were drawn from.
+    The candidates are all tokens that the draft drew at a position, with the distribution that they were drawn from.
     """
     positions = [session.tree.root, *(session.tree.submitted or ())]
     return [
@@ -304,7 +304,10 @@ class _ReplayScript:
 
 
 class ReplayDraft(_ReplayScript):
-    """The draft of a trace as a script: its recorded distributions, or where there is none, one of another position."""
+    """The draft of a trace as a script: replays its recorded distributions.
+
+    In a state without a recorded distribution, it replays that of another position, picked by a hash of the state.
+    """
 
     def distribution(self, state: Any) -> Distribution:
         on_path = self._answer_at(state)

@@ -57,12 +57,15 @@ class Layout:
 
     @property
     def draft(self) -> StepCost:
-        """The draft's step time by the rows of one target; each other target that it serves adds as many rows."""
+        """The time of a draft step as a function of the number of rows that each target requests.
+
+        A draft device runs `sharing` times as many rows in a step.
+        """
         return StepCost(1.0 + self.row_cost * max(0.0, self.sharing - 1), self.row_cost * self.sharing)
 
     @property
     def target(self) -> StepCost:
-        """The target's step time by the tokens in its batch."""
+        """The time of a target step, without `entry_cost`, as a function of the number of tokens in its batch."""
         return StepCost(self.c, self.token_cost)
 
     @property
@@ -152,8 +155,8 @@ def simulate(
 
     `planner` is a name, or a `Method` with settings and a predictor. `c` is the time of a target step divided by that
     of a draft step of one row, `row_cost` the time of each further row; give a `Layout` instead to set more. `costs`
-    collects what sessions learn. `observe` is called with each finished step. The target waits for drafts up to
-    `deadline_s`. All times are in draft steps of one row.
+    learns step times and acceptance from all sessions; None: a new one. `observe` is called with each finished step.
+    The target waits for drafts up to `deadline_s`. All times are in draft steps of one row.
     """
     load_planners()
     method = Method(planner) if isinstance(planner, str) else planner
@@ -192,7 +195,7 @@ def _plain_s(batch: Sequence[Answer], layout: Layout) -> float:
 def best_gamma(trace: Trace, method: Method, layout: Layout, seed: int = 0, longest: int = 12) -> SimulationResult:
     """Simulate a method with each `gamma` from 1 to `longest`, and return the fastest result.
 
-    So planners can be compared fairly. A method without a setting `gamma` is simulated once.
+    A method whose settings have no `gamma` is simulated once.
     """
     if "gamma" not in method.settings:
         return simulate(trace, method, layout, seed)

@@ -39,7 +39,7 @@ _LONGEST = 8  # submission of a planner that has no length of its own
 
 
 def planner_names() -> tuple[str, ...]:
-    """Return the names of all planners, those of other packages included."""
+    """Return the names of all registered planners: those of this package, then those of other packages."""
     return tuple(_PLANNERS)
 
 
@@ -68,7 +68,10 @@ def setting_names(name: str) -> tuple[str, ...]:
 
 
 def draft_length_limit(name: str) -> int:
-    """Return the most draft tokens that the planner with this name submits at once, by its default settings."""
+    """Return the default `gamma` of the planner with this name: the most draft tokens that it submits at once.
+
+    Return 8 for a planner without this setting.
+    """
     return int(getattr(_found(name).settings_type(), "gamma", _LONGEST))
 
 

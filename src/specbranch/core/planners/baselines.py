@@ -11,12 +11,12 @@ The entropy H of the draft distribution bounds its acceptance from below by abou
 follows the measured acceptance. The first token whose bound is below the threshold is already drafted, so this token is
 submitted too.
 
-PEARL: one chain, drafted without pause while the target verifies what is already there.
+PEARL: one chain, drafted without pause while the target verifies the tokens drafted before.
 
 A window is gamma tokens: the root that a hit commits, and gamma - 1 tokens to submit after it. After a miss there is
 nothing to submit; the target's pass over the newest token then serves as the pre-verify of the window being drafted.
-Liu et al. 2025. The original moves in lock step; here the target never waits, which is the same while gamma is at most
-c, the target's step time divided by the draft's.
+Liu et al. 2025. The original moves in lock step; in this form the target never waits, which is the same while gamma is
+at most c, the target's step time divided by the draft's.
 """
 
 from __future__ import annotations
@@ -72,8 +72,9 @@ class SpsPlanner(Planner[SpsSettings]):
 class AdaedlSettings(Settings):
     """Settings of `AdaedlPlanner`. `gamma`: the longest submission. `eta`: the factor of the entropy in the bound.
 
-    `threshold`: the first value of the acceptance bound below which a draft ends. After each submission it is averaged
-    with a value that is higher by `threshold_step` if the average acceptance is below `acceptance_goal`, else lower.
+    `threshold`: a draft ends where the acceptance bound is below it; this is its initial value. After each submission
+    it is averaged with a value that is higher by `threshold_step` if the average acceptance is below `acceptance_goal`,
+    else lower.
     `acceptance_memory` and `threshold_memory` are the weights of the old values in these two averages.
     """
 
@@ -154,7 +155,7 @@ class PearlSettings(Settings):
 
 
 class PearlPlanner(Planner[PearlSettings]):
-    """The PEARL baseline: submits what is drafted at once, and meanwhile drafts on as if all of it were accepted."""
+    """The PEARL baseline: submits drafted tokens at once, and drafts further ones while the target verifies these."""
 
     settings_type = PearlSettings
 

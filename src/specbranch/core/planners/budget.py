@@ -6,10 +6,10 @@ probability, be it after the whole submission, after a rejection half-way, or de
 which verdicts to prepare for and how deep; the measured cost of rows says how many rows to run. If all branches start
 at one position the planner acts like SpecBranch, with fixed probabilities like SSD, and with expensive rows like PEARL.
 
-What followed the same few tokens before, in this sequence or in another answer, is guessed to follow again. Where the
-draft has nothing yet, a guess is submitted. Guesses below a node that is about to run are run in the same step, so that
-one draft step gives several tokens of depth. Where verifying a token costs the target time, tokens that will hardly be
-accepted are not submitted.
+N-gram guesses are the tokens that followed the same few tokens before, in this sequence or in another answer. If a
+submission ends at a node that the draft has not run, guesses are submitted after it. Guesses below a node that is about
+to run are run in the same step, so that one draft step gives several tokens of depth. Where verifying a token costs the
+target time, tokens that will hardly be accepted are not submitted.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class BudgetSettings(Settings):
 
 
 class BudgetPlanner(Planner[BudgetSettings]):
-    """The default planner: drafts for the likeliest verdicts first, and for as many as pay for their time."""
+    """The default planner: runs the draft rows that are most likely to be used, as many as are worth their time."""
 
     settings_type = BudgetSettings
 
@@ -77,8 +77,8 @@ class BudgetPlanner(Planner[BudgetSettings]):
         """Return the chain below `start` that the target should verify once a verdict has ended at `start`.
 
         The chain ends before the first token that does not pay for its verification; where the draft has not drafted
-        further, n-gram guesses follow. The chain is empty if it would gain less than submitting any draft costs. Return
-        None if the target will wait there for a longer draft.
+        further, n-gram guesses follow. The chain is empty if it would gain less than submitting any draft costs. With
+        `wait_for_draft`, return None unless `start` is the root.
         """
         tree, settings, prices = round.tree, self.settings, round.costs.target
         if settings.wait_for_draft and start is not tree.root:

@@ -29,7 +29,7 @@ CONSTANTS: Mapping[str, ConstantPredictor] = {
 
 
 class RandomPredictor:
-    """Predicts each signal with the same probability: the worst that a predictor can be."""
+    """Predicts none, some or all at random, each with the same probability, without regard to the sequence."""
 
     def __init__(self, chance: RandomSource) -> None:
         self._chance = chance

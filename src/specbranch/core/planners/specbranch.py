@@ -5,7 +5,7 @@ distribution with little confidence, or a whole window. While the target verifie
 max(1, floor(k_max * (1 - confidence))) branches at the branch point, right after the submission. After a hit
 a new signal decides how much of the surviving branch to submit (posterior drafting), and the target starts at once.
 
-Three things are better than in the paper. Drafted tokens that are not submitted stay in the tree as the first branch.
+Three things differ from the paper. Drafted tokens that are not submitted stay in the tree as the first branch.
 After a miss the target need not wait: it goes on with the tokens drafted so far, or none, while the draft catches up;
 on recorded traces waiting did not pay. And where rows are expensive, only the rows that pay for their time are run.
 `wait_for_draft` without `cost_aware` is the paper's form.

@@ -48,7 +48,9 @@ class SsdSettings(Settings):
 
 @lru_cache(maxsize=256)
 def fan_out(num_guesses: int, submitted_len: int, acceptance: float, decay: float) -> tuple[int, ...]:
-    """Return how many of `num_guesses` to make for each number of accepted tokens from 0 to `submitted_len`.
+    """Divide `num_guesses` among the numbers of accepted tokens from 0 to `submitted_len`; return a count for each.
+
+    A guess is a candidate for the target's own token after the accepted ones.
 
     `acceptance` is the acceptance probability of a token; after F guesses the miss rate is F^-`decay`.
     """
@@ -83,7 +85,10 @@ class SsdPlanner(Planner[SsdSettings]):
         return [tree.end, *rows] if tree.end.distribution is None else rows
 
     def _roots(self, round: Round) -> list[Node]:
-        """Return the guesses of the next root for every number of accepted tokens, those for full acceptance first."""
+        """Return the candidates for the next root after every number of accepted tokens, and draw them if needed.
+
+        Those for full acceptance come first.
+        """
         tree, settings = round.tree, self.settings
         stops = [tree.root, *(tree.submitted or ())]
         counts = fan_out(settings.num_guesses, len(stops) - 1, settings.acceptance, settings.decay)
