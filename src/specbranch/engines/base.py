@@ -39,8 +39,8 @@ class EngineInfo:
 class Row:
     """Tokens to append to one handle, at least one. Each of the last `num_outputs` yields a distribution.
 
-    With more than one output, the row ends with guessed tokens: each distribution but the last shows whether the guess
-    after it is right.
+    With more than one output, the row ends with n-gram guesses: each distribution but the last shows whether the
+    guess after it is right.
     """
 
     handle: int
@@ -75,8 +75,9 @@ class DraftEngine(Protocol):
     Threads: only one thread calls methods at a time, though not always the same one, so an engine needs no locks.
     Any thread may read `info` at any time.
 
-    Errors: `EngineFull` if there is no room, `ValueError` for a wrong length or wrong rows, `KeyError` for a handle
-    that is not open. All three leave the engine unchanged. Any other exception means that a step failed; see `run`.
+    Errors: `EngineFull` if no handle is free or memory is short, `ValueError` for a wrong length or wrong rows,
+    `KeyError` for a handle that is not open. All three leave the engine unchanged. Any other exception means that a
+    step failed; see `run`.
     """
 
     @property

@@ -33,7 +33,7 @@ _CPU_LIMIT = 0.25  # largest share, taken if a tenth cannot hold the usual cache
 class SlotRegion:
     """A range of cells for one opened handle and all its forks.
 
-    It keeps their cells close together as long as other regions leave room.
+    Their cells are allocated upwards from `low`, so they lie close together until the next region is reached.
     """
 
     first: int  # where the range begins
@@ -120,7 +120,7 @@ class SlotAllocator:
         return handle
 
     def _take(self, session: SlotRegion, count: int) -> SlotIds:
-        """Mark the region's next free cells as used and return them; the caller has checked that there are enough."""
+        """Mark the next `count` free cells of a region as used and return them; the caller checks that they exist."""
         found: list[SlotIds] = []
         start, missing, look = session.low, count, _LOOK
         while missing:
@@ -144,7 +144,7 @@ class SlotAllocator:
             self.num_used -= len(free)
 
     def _widest_room(self) -> int:
-        """Return the first cell for a new region, chosen so that the region has the most room to grow.
+        """Return the first cell for a new region, chosen so that most cells follow before the next region begins.
 
         That is cell 0, or the middle of the gap after another region, which keeps the lower half to grow itself.
         """

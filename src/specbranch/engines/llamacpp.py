@@ -172,7 +172,7 @@ class LlamaCppEngine:
         return cache_size(self._options.max_tokens, num_bytes, free_bytes, is_cpu=is_cpu, most=_MAX_TOKENS)
 
     def _bytes_per_token(self, is_cpu: bool) -> int:
-        """Return the bytes that a token needs: its keys and values and, on a CPU, its scores in the largest step."""
+        """Return the bytes that a token in the cache needs: keys and values and, on a CPU, its attention scores."""
         model, num_heads = self._model, llama_cpp.llama_model_n_head(self._model)
         head_dim = llama_cpp.llama_model_n_embd(model) // num_heads
         key_len, value_len = (_meta_number(model, f"attention.{name}_length") or head_dim for name in ("key", "value"))

@@ -81,7 +81,7 @@ def _require_elsewhere(what: str, model: str) -> str | None:
 
 
 def _is_path(model: str) -> bool:
-    """Return whether a model cannot be a name on the hub, which is `name` or `owner/name`, optionally with `:file`."""
+    """Return whether `model` must be a path: names on the hub are `name` or `owner/name`, optionally with `:file`."""
     is_file = model.endswith((".gguf", ".safetensors")) and ":" not in model
     return is_file or model.startswith(("/", ".", "~")) or model.partition(":")[0].count("/") > 1 or not model
 
@@ -132,7 +132,7 @@ def _is_cached(cache: str, repository: str) -> bool:
 
 
 def _within(limit_s: float, ask: Callable[[], HubAnswer]) -> HubAnswer:
-    """Call `ask` in a thread and return its answer, or an answer that is unknown if it takes longer than `limit_s`."""
+    """Call `ask` in a thread and return its answer; after `limit_s`, return an answer whose `unknown` says so."""
     answers: list[HubAnswer] = []
     thread = Thread(target=lambda: answers.append(ask()), name="hub", daemon=True)
     thread.start()

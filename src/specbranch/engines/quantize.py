@@ -36,7 +36,7 @@ Report = Callable[[str, int | None, int | None], None]
 
 
 class QuantizeError(SpecBranchError, ValueError):
-    """A checkpoint that cannot be quantized; the message says why and what to do."""
+    """The checkpoint cannot be quantized; the message says why and what to do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,9 +82,9 @@ def quantize_checkpoint(source: Path, out: Path, report: Report) -> None:
 
 
 def quantization_config() -> dict[str, Any]:
-    """Return the `quantization_config` by which vLLM recognises the format.
+    """Return the `quantization_config` for `config.json`, from which vLLM learns that the weights are in W8A8.
 
-    It is for linear layers and the output layer: weights have a scale per output channel, activations one per token.
+    It covers linear layers and the output layer: weights have a scale per output channel, activations one per token.
     """
     group = {
         "targets": ["Linear", "re:.*lm_head"],
@@ -130,7 +130,10 @@ def quantize_file(file: Path, layers: Layers) -> dict[str, torch.Tensor]:
 
 
 def find_layers(source: Path) -> Layers:
-    """Find a model's linear layers by building it without weights; raise `QuantizeError` for an unsupported model."""
+    """Find a model's linear layers and input embedding by building it without weights, and return their names.
+
+    Raises `QuantizeError` for an unsupported model.
+    """
     try:
         config = load_config(str(source))
         with torch.device("meta"):

@@ -46,7 +46,7 @@ ENGINES = tuple(_OPENERS)  # built-in engines; `engine_names` adds those of othe
 
 
 def register_engine(name: str, opener: Opener) -> None:
-    """Register an engine under a name. `opener` is called with `EngineOptions`; an engine's class can be one.
+    """Register an engine under a name. `opener`, a function or a class, makes the engine from `EngineOptions`.
 
     Raises `EngineError` if the name has other characters than `_NAME` allows or belongs to another opener, or if
     `opener` is not callable.
@@ -68,7 +68,7 @@ def engine_names() -> tuple[str, ...]:
 
 
 def open_engine(name: str, options: EngineOptions) -> DraftEngine:
-    """Load a model with the named engine and return the engine."""
+    """Open the engine called `name`, which loads the model of the options, and return it."""
     return _opener(name)(options)
 
 

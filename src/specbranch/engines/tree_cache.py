@@ -29,7 +29,7 @@ class EngineRow:
     held: int
 
     def with_child(self, node: Node) -> EngineRow:
-        """Return this row extended by `node`, a guessed child of its last node, to run both in the same step."""
+        """Return a copy of this row with the token of `node`, an n-gram guess after its last node, appended."""
         row = self.row
         longer = Row(row.handle, (*row.tokens, node.token), row.num_outputs + 1)
         return EngineRow(longer, (*self.nodes, node), self.held)
@@ -60,10 +60,10 @@ class TreeCache:
     def rows_for(
         self, tokens: Sequence[int], tree: Tree, nodes: Sequence[Node], prefill_chunk: int = 1 << 30
     ) -> list[EngineRow]:
-        """Build the rows that run `nodes`, forking handles where needed; return fewer if handles run out.
+        """Return the rows that run `nodes`, or fewer if no handle is free; open, fork and close handles as needed.
 
-        `tokens` is the committed sequence. If `nodes` has a node after its parent, both run in one row. While the
-        sequence is prefilled, a row feeds at most `prefill_chunk` tokens.
+        `tokens` is the committed sequence, of which a row feeds at most `prefill_chunk` tokens. If `nodes` has a node
+        later than its parent, both run in one row.
         """
         self._reattach(tokens, tree)
         if nodes and not self._tips:
@@ -95,7 +95,7 @@ class TreeCache:
         return feeds
 
     def fork_prefix(self, tokens: Sequence[int], tree: Tree, length: int) -> int | None:
-        """Fork a handle with the first `length` committed tokens for another session, and return it.
+        """Fork a handle with the first `length` committed tokens for another session, and return the fork.
 
         Returns None if no handle holds that many committed tokens. `tokens` is the committed sequence.
         """

@@ -60,9 +60,9 @@ class VocabularyError(SpecBranchError, ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
-    """The text of a model's token ids. Either field is None if unknown.
+    """A model's vocabulary. Either field is None if unknown.
 
-    `size` is the length of the logits, padding included. `tokens` has only ids with a text, without padding.
+    `size` is the length of the logits, padding included. `tokens` maps each token id but padding to its text.
     """
 
     size: int | None
@@ -98,7 +98,8 @@ def check_same_vocabulary(target: str, draft: str) -> str | None:
 def check_same_fingerprint(target: str, draft: str, sample: VocabFingerprint) -> str | None:
     """Raise `VocabularyError` if a target's vocabulary does not match `sample`, which the draft's service has sent.
 
-    Returns a warning that the tokens were not compared, with the reason, or None if they were.
+    Returns a warning that the tokens were not compared, with the reason, or None if they were. `draft` is the draft
+    model's name for messages.
     """
     ours = read_vocabulary(target)
     own = VocabFingerprint(ours.size, fingerprint_of(ours)) if ours is not None else VocabFingerprint(None)
@@ -139,7 +140,7 @@ def read_vocabulary(model: str) -> Vocabulary | None:
 def vocabulary_mismatch(target: Vocabulary, draft: Vocabulary) -> str | None:
     """Compare two vocabularies, by their sizes only if the tokens of one are unknown.
 
-    Returns a message that says how they differ and what to do, or None if no difference that matters was found.
+    Returns a message that says how they differ and what to do, or None if they differ in at most 1 % of the ids.
     """
     if target.tokens is None or draft.tokens is None:
         return _size_difference(target.size, draft.size)
@@ -164,7 +165,8 @@ def vocabulary_mismatch(target: Vocabulary, draft: Vocabulary) -> str | None:
 def fingerprint_mismatch(target: VocabFingerprint, draft: VocabFingerprint) -> str | None:
     """Compare two fingerprints, by their sizes only if one has no hashes.
 
-    Returns a message that says how the vocabularies differ, or None if no difference that matters was found.
+    Returns a message that says how the vocabularies differ, or None if at most 5 % of the hashes, or 1 % of the size,
+    differ.
     """
     if not target.hashes or not draft.hashes:
         return _size_difference(target.size, draft.size)
@@ -289,7 +291,7 @@ def _size_of(config: _Config | None) -> int | None:
 
 
 def _without_padding(tokens: Iterable[tuple[int, str]]) -> dict[int, str]:
-    """Return the tokens without padding, which converters to GGUF name after its id, such as [PAD7]."""
+    """Return the tokens by id, without padding tokens, which converters to GGUF name after their id: [PAD7]."""
     return {token_id: text for token_id, text in tokens if text[:4] != "[PAD" or text != f"[PAD{token_id}]"}
 
 

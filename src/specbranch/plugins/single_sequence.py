@@ -1,7 +1,7 @@
-"""Drafts for an engine that decodes one text at a time. If the draft service fails, the engine goes on without drafts.
+"""Drafts for an engine that decodes one sequence at a time; if the draft service fails, it decodes without drafts.
 
-Such an engine does not say when a text begins or ends, nor which draft tokens were accepted; all of this is derived
-from the text that each call passes. Texts that several threads decode at the same time get few drafts.
+Such an engine does not say when a sequence begins or ends, nor which draft tokens were accepted; all of this is derived
+from the sequence that each call passes. Sequences that several threads decode at the same time get few drafts.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ TokenArray = np.ndarray[Any, np.dtype[Any]]
 
 
 class SingleSequenceDrafts:
-    """Gets drafts for a target that decodes one text at a time. No call raises or takes longer than the deadline.
+    """Gets drafts for a target that decodes one sequence at a time. No call raises or exceeds the deadline.
 
     `max_draft_tokens` is the maximum that the target verifies at once; `target` describes its vocabulary.
     """
@@ -36,7 +36,7 @@ class SingleSequenceDrafts:
         self._num_drafted = 0  # in the last call
         self._was_asked = False  # whether the client was asked in the last call
         self._called_s = 0.0
-        self.num_accepted = 0  # draft tokens of all texts
+        self.num_accepted = 0  # draft tokens of all sequences
 
     def announce_prompt(self, prompt: TokenArray) -> None:
         """Send a prompt that the target begins to prefill, so that the draft prefills it at the same time."""
@@ -52,7 +52,7 @@ class SingleSequenceDrafts:
         """Return the draft tokens to verify after `text`, the whole sequence so far; empty if none arrive in time.
 
         `room` is the maximum number of draft tokens, if below `max_draft_tokens`. `has_recurring_noise`: the target may
-        draw the same random numbers again, for example from a seed, so `text` must not help to draft another text.
+        draw the same random numbers again, for example from a seed, so `text` must not help to draft another sequence.
         """
         if not self._lock.acquire(blocking=False):
             return []

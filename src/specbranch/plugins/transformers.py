@@ -36,7 +36,7 @@ with optional_import("torch"):
 log = logging.getLogger(__name__)
 
 _MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
-# Other criteria could stop a text in the middle of the tokens that one step adds.
+# Other criteria could stop a sequence in the middle of the tokens that one step adds.
 _SEEN_IN_TIME = (MaxLengthCriteria, EosTokenCriteria, MaxTimeCriteria)
 _WITH_MEMORY = (UnbatchedClassifierFreeGuidanceLogitsProcessor, SynthIDTextWatermarkLogitsProcessor)
 
@@ -113,7 +113,7 @@ class DraftedDecoding:
 
 
 class ServiceCandidates(CandidateGenerator):
-    """Candidates for one sequence from the draft service, at most as many as the sequence has room for."""
+    """Candidates for one sequence from the draft service, never beyond the maximum length of the sequence."""
 
     def __init__(self, drafts: SingleSequenceDrafts, generation_config: Any) -> None:
         self._drafts = drafts

@@ -74,10 +74,10 @@ class FixedShapeRunner:
 def choose_step_runner(
     forward: ForwardPass, buckets: Buckets, probe: Callable[[FixedShapeRunner | None], Sequence[Distribution]]
 ) -> FixedShapeRunner | None:
-    """Return the fastest way to run fixed-shape steps that works here and agrees with steps of variable shape.
+    """Return the fastest runner of fixed-shape steps that agrees with steps of variable shape on this device.
 
-    Returns None if there is no such way, so that all steps must have variable shapes.
-    `probe` runs a step with a candidate or, given None, with variable shapes, and returns its distributions.
+    Returns None if none does; then all steps must have variable shapes. Logs the choice and each rejected runner.
+    `probe` runs a step with a runner or, given None, with variable shapes, and returns its distributions.
     """
     expected = [float(one.confidence) for one in probe(None)]
     for name, make in _candidates(forward, buckets):
@@ -96,7 +96,7 @@ def choose_step_runner(
 
 
 def _candidates(forward: ForwardPass, buckets: Buckets) -> Iterator[tuple[str, Callable[[], FixedShapeRunner]]]:
-    """Yield the ways to run fixed-shape steps, fastest first: each with a name and a function that makes it."""
+    """Yield the possible runners of fixed-shape steps, fastest first: a name and a function that creates the runner."""
     arena, model = forward.arena, forward.model
     frame = StaticBuffers(buckets, arena.scratch, arena.device)
     gathered = GatherAttention(buckets.contexts[-1], arena.device, arena.dtype)
@@ -148,7 +148,11 @@ class FlashInfer:
     """
 
     def __init__(self, buckets: Buckets, arena: KVStore, num_heads: int, scaling: float) -> None:
-        """`num_heads` counts query heads. The arena must store the heads of each slot next to each other."""
+        """Allocate the wrappers and their buffers.
+
+        `num_heads` counts query heads, `scaling` multiplies attention scores. The arena must store the heads of each
+        slot next to each other.
+        """
         from flashinfer import BatchDecodeWithPagedKVCacheWrapper
 
         self._arena, self._num_heads, self._scaling = arena, num_heads, scaling

@@ -39,7 +39,10 @@ class TorchEngine:
     """A draft engine that runs a model of Transformers."""
 
     def __init__(self, options: EngineOptions, buckets: Buckets | None = None) -> None:
-        """`buckets` are the sizes that small steps are padded to; None: the default on a GPU, no padding on a CPU."""
+        """Load the model and allocate its KV cache.
+
+        `buckets` are the sizes that small steps are padded to; None: the default on a GPU, no padding on a CPU.
+        """
         if options.threads is not None and options.device == "cpu":
             torch.set_num_threads(options.threads)
         if buckets is None and options.device != "cpu":
@@ -79,7 +82,7 @@ class TorchEngine:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the KV store, which is created at the start with room for all keys and values."""
+        """Bytes of the KV store, which is created at the start for the maximum number of tokens."""
         return self._arena.num_bytes
 
     def open(self) -> int:

@@ -29,10 +29,10 @@ _RIDGE = 1e-3  # added to the covariance, relative to its mean diagonal, to make
 
 
 class LowRankOutputLayer(nn.Module):
-    """An output layer without bias that learns from hidden states which logits need to be exact.
+    """An output layer without bias that computes exact logits for a few candidates, and approximate ones for the rest.
 
-    It replaces `linear`, first by a full layer of the class `kind`. After `observe` has seen enough hidden states, it
-    computes exact logits for candidates only.
+    It replaces `linear`. For more than 4 rows, and until `observe` has collected `LEARNED` hidden states, it computes
+    all logits with a full layer of the class `kind`.
     """
 
     def __init__(self, linear: nn.Linear, kind: type[QuantizedLinear]) -> None:
@@ -52,7 +52,7 @@ class LowRankOutputLayer(nn.Module):
         return self._low_rank is not None
 
     def observe(self, hidden: torch.Tensor) -> None:
-        """Collect hidden states [tokens, hidden]; once there are enough, fit the projection."""
+        """Collect hidden states [tokens, hidden], and fit the projection to `LEARNED` of them; then do nothing more."""
         if self._low_rank is not None:
             return
         self._seen.append(hidden.clone())
@@ -62,7 +62,10 @@ class LowRankOutputLayer(nn.Module):
             self._forget()
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
-        """Return the logits [..., vocabulary] of hidden states [..., hidden]."""
+        """Return the logits [..., vocabulary] of hidden states [..., hidden].
+
+        Every 32nd low-rank result is audited against the full layer; too many wrong ones discard the projection.
+        """
         flat = rows.reshape(-1, rows.shape[-1])
         if self._low_rank is None or len(flat) > _MAX_ROWS:
             full: torch.Tensor = self._full(rows)
@@ -133,6 +136,6 @@ def _thresholds(logits: torch.Tensor) -> torch.Tensor:
 def is_worth_narrowing(linear: nn.Linear) -> bool:
     """Return whether `LowRankOutputLayer` can replace an output layer and saves time.
 
-    That needs a layer without bias, and a large vocabulary.
+    That needs a layer without bias, and a vocabulary of at least 32768 tokens.
     """
     return linear.bias is None and linear.out_features >= _MIN_VOCAB

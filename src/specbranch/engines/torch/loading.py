@@ -55,7 +55,7 @@ class LoadedModel:
 
 
 def load(options: EngineOptions) -> LoadedModel:
-    """Load the model that the options name, in their dtype, and replace its attention by ours.
+    """Load the model that the options name, in their dtype, replace its attention by ours, and return the model.
 
     Raises `EngineError` if the torch engine cannot run it.
     """
@@ -124,7 +124,7 @@ def _require_dtype(options: EngineOptions) -> None:
 
 
 def _require_dense(options: EngineOptions) -> None:
-    """Raise `EngineError` for quantized weights that would be converted: integers without their scales mean nothing."""
+    """Raise `EngineError` if a checkpoint is quantized and the options would convert its weights to another dtype."""
     section = (read_config(options.model) or {}).get("quantization_config")
     if section and (options.device == "cpu" or options.dtype != "auto"):
         raise EngineError(
@@ -188,9 +188,9 @@ def fastest_dtype(model: Any) -> DtypeChoice:
 
 
 def _is_too_slow(dtype: str, sample: list[nn.Linear]) -> bool:
-    """Return whether a dtype has no fast kernel here, judged by the smallest layer of the sample.
+    """Return whether a dtype is over ten times slower than float32 on this CPU, judged by the sample's smallest layer.
 
-    Timing all layers could take minutes.
+    A dtype that needs less than a second for the whole sample is never too slow.
     """
     smallest = min(sample, key=_size)
     product = [_product(dtype, smallest)]

@@ -126,7 +126,10 @@ class FusedModel(nn.Module):
     def forward(
         self, tokens: torch.Tensor, positions: torch.Tensor, outputs: torch.Tensor | None, step: AttentionContext
     ) -> torch.Tensor:
-        """Return the logits [outputs, vocabulary] after the tokens at indices `outputs`, or after all if None."""
+        """Run the model and write keys and values to the step's KV store; return the logits [outputs, vocabulary].
+
+        `outputs` has the indices of the tokens whose logits are returned; None means all.
+        """
         rows = self.embed_tokens(tokens)
         rotary = self._rotary(positions, rows.dtype)
         for layer in self.layers:
@@ -164,7 +167,10 @@ class FusedModel(nn.Module):
 
 
 def can_fuse(model: Any) -> bool:
-    """Return whether a model of Transformers is of a known family and needs nothing that `FusedModel` lacks."""
+    """Return whether `FusedModel` can run a model of Transformers.
+
+    It must be of a family in `_FAMILIES`, with SiLU and with fixed rotary frequencies for the whole head.
+    """
     if type(model).__name__.removesuffix("ForCausalLM") not in _FAMILIES:
         return False
     base = model.base_model
@@ -184,7 +190,10 @@ class PlainModel(nn.Module):
     def forward(
         self, tokens: torch.Tensor, positions: torch.Tensor, outputs: torch.Tensor | None, step: AttentionContext
     ) -> torch.Tensor:
-        """Return the logits [outputs, vocabulary] after the tokens at indices `outputs`, or after all if None."""
+        """Run the model and write keys and values to the step's KV store; return the logits [outputs, vocabulary].
+
+        `outputs` has the indices of the tokens whose logits are returned; None means all.
+        """
         output = self.model(
             input_ids=tokens[None],
             position_ids=positions[None],
@@ -236,7 +245,7 @@ def require_full_attention(model: Any, max_tokens: int | None) -> None:
     """Raise `EngineError` if a model has other state than keys and values, or its tokens see only part of a sequence.
 
     A sliding window is fine if the cache, of `max_tokens`, is no longer than the window. If `max_tokens` is None, the
-    window must be long, and will limit the cache.
+    window must have at least 16384 tokens, and will limit the cache.
     """
     if type(model)._is_stateful or not type(model)._supports_attention_backend:
         raise unsupported(

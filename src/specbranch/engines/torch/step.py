@@ -27,7 +27,7 @@ _BLOCK = 64  # tokens; comparing block maxima is cheaper than sorting the vocabu
 
 @dataclass(frozen=True, slots=True)
 class AttentionContext:
-    """Where a step writes its keys and values, and how its tokens attend."""
+    """The KV store and the slots that a step writes its keys and values to, and its attention function."""
 
     arena: KVStore
     slots: torch.Tensor  # [tokens]

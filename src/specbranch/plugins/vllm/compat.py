@@ -95,7 +95,7 @@ def model_name(vllm_config: Any) -> str:
 
 @dataclass(frozen=True, slots=True)
 class StepInfo:
-    """What is new in a step that vLLM has scheduled.
+    """The new requests, ended requests and pads of a step that vLLM has scheduled but not run yet.
 
     `prompts`: those that the step begins to prefill and that get drafts. `num_pads`: how many of the step's draft
     tokens are pads, placeholders with the id -1. `limits`: the maximum of draft tokens of each new request that names
@@ -266,7 +266,10 @@ def _wrap_take_drafts(original: Any) -> Any:
 
 
 def _step_info(scheduler_output: Any) -> StepInfo:
-    """Return what is new in a scheduled step, without warm-up requests of vLLM and prompts that get no drafts."""
+    """Return the new requests, ended requests and pads of vLLM's `SchedulerOutput`, without its warm-up requests.
+
+    If the object is not as expected, log a warning once and return an empty `StepInfo`.
+    """
     try:
         requests = [request for request in scheduler_output.scheduled_new_reqs if not is_warmup([request.req_id])]
         limits = {request.req_id: limit_of(request.sampling_params) for request in requests}
@@ -458,7 +461,7 @@ def samplings(runner: Any, input_batch: Any, vocab_len: int) -> dict[int, Reques
         if input_batch.has_structured_output_reqs or _logits_len(runner, vocab_len) != vocab_len:
             return {}
         states = runner.sampler.sampling_states
-        has_budget = getattr(runner.sampler.thinking_budget_state, "use_thinking_budget", None)  # None: nobody can
+        has_budget = getattr(runner.sampler.thinking_budget_state, "use_thinking_budget", None)  # None: no row has one
         found = {}
         for row, slot in enumerate(input_batch.idx_mapping_np.tolist()):
             temperature = float(states.temperature.np[slot])
@@ -473,7 +476,7 @@ def samplings(runner: Any, input_batch: Any, vocab_len: int) -> dict[int, Reques
 
 
 def _logits_len(runner: Any, vocab_len: int) -> int:
-    """Return how many tokens the logits of a runner's model cover; `vocab_len` if the model does not tell."""
+    """Return how many tokens the logits of a runner's model cover; `vocab_len` if the model does not say."""
     processor = getattr(getattr(runner, "model", None), "logits_processor", None)
     return int(getattr(processor, "org_vocab_size", vocab_len))
 

@@ -28,7 +28,7 @@ class FeatureError(SpecBranchError, ValueError):
 
 
 def check_features(vllm_config: Any, num_layers: int, hidden_len: int) -> None:
-    """Raise `FeatureError` if vLLM cannot provide the hidden states of the last `num_layers` layers, in this size.
+    """Raise `FeatureError` if vLLM cannot provide the last `num_layers` hidden states, each of size `hidden_len`.
 
     It reads the configuration only, so that it can be called before a model is loaded.
     """
@@ -95,7 +95,7 @@ def _table(look_up: Callable[[Sequence[int]], Any], vocab_len: int, is_kept: boo
 
 @dataclass(slots=True, kw_only=True)
 class _Step:
-    """What was recorded in one engine step: the hidden states at every sampled position, row after row."""
+    """The recording of one engine step: the hidden states at every sampled position, row after row."""
 
     runner: Any
     scheduler_output: Any
@@ -301,7 +301,7 @@ class TrainedPredictor:
         return asdict(self.runner.counts) if self.runner else {}
 
     def configure(self, directory: Path | None) -> None:
-        """Use the predictor in `directory` from now on; with None, use no predictor.
+        """Load the predictor in `directory` and use it in place of the old one; with None, use no predictor.
 
         If the new predictor does not fit the target, raise and keep the old one.
         """

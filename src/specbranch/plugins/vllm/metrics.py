@@ -1,7 +1,7 @@
 """Export our metrics on vLLM's own endpoint, even if another process serves it.
 
 The proposer writes its counters to a stats file; only the draft service knows hits and rolled-back tokens. All these
-counters are collected here and not by the draft service, because metrics matter most while the service is dead, and
+counters are collected in vLLM and not by the draft service, because metrics matter most while the service is dead, and
 because users then need no second scrape target. The price is a stats file and this collector.
 
 With several API servers, vLLM serves only what the Prometheus client keeps in files that all its processes share, and
@@ -115,9 +115,10 @@ class Collector:
         yield from _of_services([(group, _total(stats_clients)) for group, stats_clients, _ in groups])
 
     def _ask(self, stats_files: Sequence[PublishedStats]) -> list[_Group]:
-        """Poll all services within `timeout_s` together; return the engines in groups with the same services.
+        """Poll the services of all engines within `timeout_s` together; return one group for each set of services.
 
-        Close the connections to services that no engine uses any more.
+        A group has its engines' stats, the clients of its services and their best status. Close the connections to
+        services that no engine uses any more.
         """
         end_s = time.monotonic() + self._timeout_s
         asked: list[_Group] = []

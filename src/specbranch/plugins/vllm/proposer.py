@@ -1,7 +1,7 @@
 """Get drafts for the rows of vLLM's batches, for either runner: gate, draft client, trained predictor, and counters.
 
 This module knows rows (`compat.BatchRow`) and nothing of a runner. vLLM's batches change their order and do not say
-that a request has ended. That does not matter here, because the service finds sessions by their tokens.
+that a request has ended. Neither matters, because the service finds sessions by their tokens.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class BatchDrafter:
         return self.settings.rule != "match" and self.settings.planner != "none"
 
     def configure(self, settings: ProposerSettings) -> None:
-        """Use these settings from now on; raise and keep the old ones if they are wrong. Equal settings change nothing.
+        """Replace the settings; if the new ones are wrong, raise and keep the old ones. Equal settings change nothing.
 
         The workers of all ranks must be given new settings at the same time.
         """
@@ -80,9 +80,10 @@ class BatchDrafter:
         return self._client.counts.as_dict() | self.predictor.counts() if self._client else {}
 
     def on_step_scheduled(self, news: StepInfo) -> None:
-        """Store the draft limits of new requests in a step that is about to run, and announce its prompts. Never raise.
+        """Store the draft limits of a step's new requests, and announce its prompts to the draft service. Never raise.
 
-        The draft model then prefills the prompts at the same time as the target, and has drafts after the first token.
+        It is called before the step runs, so that the draft model prefills the prompts at the same time as the target
+        and has drafts after the first token.
         """
         for name in news.ended if self._limits else ():
             self._limits.pop(name, None)
@@ -93,7 +94,7 @@ class BatchDrafter:
     def propose(self, rows: Sequence[BatchRow]) -> list[Draft]:
         """Return a draft for every row after a step, none longer than vLLM can take.
 
-        Rows in chunked prefill, rows without room for a draft, and rows for which no draft is requested get an empty
+        Rows in chunked prefill, rows at their maximum length, and rows for which no draft is requested get an empty
         draft.
         """
         was_asked, self._was_asked = self._was_asked, False
@@ -183,7 +184,7 @@ class SettingsGate:
         return self.present is None or self.present.was_open
 
     def configure(self, settings: ProposerSettings) -> None:
-        """Use the gate of these settings from now on, or no gate if the settings switch it off."""
+        """Make the gate of these settings the present one, or use no gate if the settings switch it off."""
         self._logged = {}
         self.present = None
         if settings.is_gated:

@@ -40,7 +40,7 @@ def register() -> None:
 def _show_metrics() -> None:
     """Publish our metrics from this process, once; the first process also deletes the stats files when it ends.
 
-    Every process of vLLM calls this, because metrics that nobody reads cost nothing.
+    Every process of vLLM calls this; a process without a metrics endpoint computes no metrics.
     """
     from prometheus_client import REGISTRY
 
@@ -91,8 +91,9 @@ def _wrap_post_init(original: Callable[..., None]) -> Any:
 
 
 def choose_runner(vllm_config: Any) -> None:
-    """Choose model runner and speculative method for a configuration that names our proposer, and log the choice.
+    """Set the speculative method of a vLLM configuration that names our proposer, and log the resulting model runner.
 
+    `ngram_gpu` brings our speculator into V2; `custom_class`, which the configuration has before, our proposer into V1.
     Other configurations stay unchanged. Raise `RunnerError` if the settings ask for V2 and it cannot be used.
     """
     speculative = vllm_config.speculative_config
@@ -135,7 +136,7 @@ def _with_ours(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _speculator() -> Any:
-    """Return our speculator as a subclass of vLLM's base class."""
+    """Return the class of our speculator, derived from vLLM's base class."""
     from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
 
     from specbranch.plugins.vllm.runner_v2 import Speculator

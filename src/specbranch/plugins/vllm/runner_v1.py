@@ -47,7 +47,7 @@ class SpecBranchProposer:
         return self.core.predictor.feature_hook
 
     def configure(self, settings: ProposerSettings) -> None:
-        """Use these settings from now on; raise and keep the old ones if they are wrong."""
+        """Replace the settings; if the new ones are wrong, raise and keep the old ones."""
         self.core.configure(settings)
 
     def counts(self) -> dict[str, float]:
@@ -63,10 +63,10 @@ class SpecBranchProposer:
         self.core.predictor.load_model(model)
 
     def on_step_scheduled(self, model_runner: Any, news: StepInfo) -> None:
-        """Keep the runner for `propose`, and announce the next step's new prompts to the draft service. Never raise.
+        """Store the runner for `propose`, count the step's pads, and announce its new prompts to the draft service.
 
-        The runner calls this before it runs the step. `news` has the requests that are new in the step, and the ids of
-        those that have ended. Also count the pads in the step's drafts, because vLLM counts pads as draft tokens.
+        The runner calls this before it runs the step that `news` describes. Pads are counted because vLLM counts them
+        as draft tokens. Never raise.
         """
         self._runner = model_runner
         self.num_pads += news.num_pads
@@ -82,8 +82,8 @@ class SpecBranchProposer:
         """Return a draft for every row of the batch; vLLM, which calls this, verifies all of them by exact match.
 
         `sampled_token_ids` has each row's new tokens, `token_ids_cpu` [rows, max length] all its tokens, and
-        `num_tokens_no_spec` [rows] the number of all its tokens. Where vLLM gains by rows of equal length, fill up all
-        rows with pads, also if nothing is drafted.
+        `num_tokens_no_spec` [rows] the number of all its tokens. If the settings and the batch allow pads, fill up all
+        rows to equal length with them, also if no row has a draft.
         """
         rows = compat.v1_rows(self._runner, sampled_token_ids, num_tokens_no_spec, token_ids_cpu)
         drafts = [draft.tokens for draft in self.core.propose(rows)]
@@ -99,8 +99,8 @@ class SpecBranchProposer:
     def _can_pad(self, rows: Sequence[BatchRow]) -> bool:
         """Return whether to fill up all rows with pads.
 
-        The settings must allow it, no row may be in prefill or near its maximum length, and the step must be so small
-        that more tokens cost next to nothing.
+        The settings and the runner must allow it, no row may be in prefill or near its maximum length, and the padded
+        step may have at most 128 tokens.
         """
         pad = self.core.settings.pad
         if self._runner is None or pad == "off" or (pad == "auto" and not self._has_graphs):

@@ -1,9 +1,9 @@
-"""The speculator for vLLM's Model Runner V2: it reads texts from the device and gives drafts to all ranks.
+"""The speculator for vLLM's Model Runner V2: it reads sequences from the device and gives drafts to all ranks.
 
-V2 keeps texts on its device and takes drafts as a tensor, with the same number of draft positions in every row. A
-position without a draft token holds the last sampled token, as with vLLM's own n-gram speculator, and is verified like
-any other. Where vLLM asks for lengths (without asynchronous scheduling, or with adaptive verification), such positions
-are left out.
+V2 keeps the tokens of sequences on its device and takes drafts as a tensor, with the same number of draft positions in
+every row. A position without a draft token holds the last sampled token, as with vLLM's own n-gram speculator, and is
+verified like any other. Where vLLM asks for lengths (without asynchronous scheduling, or with adaptive verification),
+such positions are left out.
 
 For sampled rows the ranks also get the distributions that draft tokens were sampled from. Without them each token is
 verified as if its probability were 1, which is exact too.
@@ -87,7 +87,7 @@ class Speculator:
         """Do nothing: there is no graph to capture."""
 
     def configure(self, settings: ProposerSettings) -> None:
-        """Use these settings from now on. Raise `FeatureError` for a trained predictor, which works on V1 only."""
+        """Replace the settings. Raise `FeatureError` for a trained predictor, which works on V1 only."""
         import torch
 
         if settings.trained_predictor is not None:
@@ -105,10 +105,9 @@ class Speculator:
         return self._core.counts()
 
     def on_step_scheduled(self, model_runner: Any, news: StepInfo) -> None:
-        """Keep the runner for `propose`, and announce the next step's new prompts to the draft service. Never raise.
+        """Store the runner for `propose`, and announce the step's new prompts to the draft service. Never raise.
 
-        The runner calls this before it runs the step. `news` has the requests that are new in the step, and the ids of
-        those that have ended.
+        The runner calls this before it runs the step that `news` describes.
         """
         self._runner = model_runner
         self._core.on_step_scheduled(news)
@@ -236,10 +235,10 @@ class Speculator:
         return self._core.propose(compat.v2_rows(self._runner, names, slots, texts, samplings))
 
     def _news(self, slots: Any, num_sampled: Any) -> Any:
-        """Collect on the device what a step has added to each row, int32 [rows, 4 + positions].
+        """Return each row's newest tokens after a step, as an int32 tensor on the device, [rows, 4 + positions].
 
-        That is the number of new tokens (`num_sampled`), the length of the text, and its last tokens, of which at least
-        one was there before the step. `slots` are the rows' indices in the runner's states.
+        A row has the number of new tokens (`num_sampled`), the length of the sequence, and its last tokens: all new
+        ones, after at least one older. `slots` are the rows' indices in the runner's states.
         """
         import torch
 

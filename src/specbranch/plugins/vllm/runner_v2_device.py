@@ -1,4 +1,4 @@
-"""Texts and draft logits of Model Runner V2, and copies between host and device.
+"""Token sequences and draft logits of Model Runner V2, and copies between host and device.
 
 V2 divides draft logits by the request's temperature, and verifies the draft tokens of sampled rows by them. At a
 position whose token was not sampled, that token has probability 1. A slot is a request's index in the runner's states;
@@ -25,8 +25,8 @@ _OWN = -1  # instead of an id: the draft token at the position itself
 class HostTokens:
     """Keeps the tokens of every request in host memory, by the request's slot in the runner's states.
 
-    `whole(slot, length)` reads a whole text from the device. It is called for a new request, and where a step was
-    missed.
+    `whole(slot, length)` reads all tokens of a sequence from the device. It is called for a new request, and for one
+    whose stored tokens lack those of an earlier step.
     """
 
     def __init__(self, num_slots: int, max_len: int, whole: Callable[[int, int], Array]) -> None:
@@ -36,9 +36,10 @@ class HostTokens:
         self._whole = whole
 
     def extend(self, slot: int, name: str, length: int, before: int, new: Array) -> Array:
-        """Add the tokens `new` to the text of request `name`, and return the whole text, `length` tokens with `new`.
+        """Append the tokens `new` to the stored sequence of request `name`; return all its `length` tokens.
 
-        `before` is the token before `new`. If the stored text does not fit, read all of it from the device.
+        `before` is the token before `new`. If the stored sequence has another length or does not end with it, read the
+        whole sequence from the device.
         """
         text = self._table[slot, :length]
         border = length - len(new)

@@ -83,7 +83,7 @@ def read_settings(section: Any) -> ProposerSettings:
 
 
 def merged_settings(ours: Mapping[str, Any], additional_config: Any) -> ProposerSettings:
-    """Return a command's settings (`ours`) with those of the user's `additional_config`; raise if a key is in both."""
+    """Return a command's settings (`ours`) with the user's `additional_config`; raise `FlagError` if both set a key."""
     theirs = additional_config.get(SECTION, {}) if isinstance(additional_config, Mapping) else additional_config
     if not isinstance(theirs, Mapping):
         raise FlagError(f"--additional-config has {theirs!r} for '{SECTION}'; give a table of settings")
