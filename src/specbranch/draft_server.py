@@ -81,9 +81,10 @@ class DraftAddress:
         return proposer_arguments(chosen, num_tokens)
 
     def transformers_args(self, **how: Unpack[DraftKeywords]) -> dict[str, Any]:
-        """Return arguments for `model.generate(**inputs, **args)` of Transformers; pass one result to all calls.
+        """Return arguments for `model.generate(**inputs, **args)` of Transformers; pass the same result to all calls.
 
-        Give a streamer as `text_streamer`, because `generate` passes its own `streamer` to its own loops only.
+        `how` are the keyword arguments of `DraftKeywords`. Give a streamer to `generate` as `text_streamer`, because it
+        passes `streamer` to its own loops only.
         """
         from specbranch.plugins.transformers import DraftedDecoding
 
@@ -142,14 +143,14 @@ class DraftServer(DraftAddress):
         return DraftAddress(address, None if keys is None else str(keys))
 
     def start(self) -> None:
-        """Start the service and wait until it answers; raise `StartError` if it does not, or was started before."""
+        """Start the service and wait until it answers; raise `StartError` if it does not, and on a second call."""
         if self._is_started:
             raise StartError("this DraftServer was started before; make a new one")
         self._is_started = True
         self._process.__enter__()
 
     def stop(self) -> None:
-        """Stop the service."""
+        """Stop the service and end its process."""
         self._process.stop()
 
     def __enter__(self) -> DraftServer:

@@ -12,7 +12,7 @@ class EngineError(SpecBranchError, RuntimeError):
 
 
 class EngineFull(EngineError):
-    """The engine has no room for another handle (a sequence in its KV cache) or for more tokens.
+    """The engine has no free handle for another sequence in its KV cache, or no free memory for more tokens.
 
     The failed call has changed nothing; close a handle and try again.
     """
@@ -23,7 +23,7 @@ class UsageError(SpecBranchError, ValueError):
 
 
 class FlagError(SpecBranchError, ValueError):
-    """A flag of vLLM cannot be used here; the message says what to do instead."""
+    """A flag of vLLM has an unusable value, or sets what `specbranch` sets itself; the message says what to do."""
 
 
 def first_line(error: Exception) -> str:

@@ -46,7 +46,8 @@ def load_planners() -> None:
 def has_entry_point(group: str) -> Iterator[tuple[str, EntryPoint]]:
     """Yield (package name, entry point) for each entry point of `group` in the installed packages.
 
-    Of two copies of a package only the first is read. If its entry points cannot be read, log a warning and skip it.
+    Of two installed copies of a package, only the first counts. If the entry points of a package cannot be read, log a
+    warning and skip the package.
     """
     seen: set[str] = set()
     # One package at a time: `entry_points()` fails as a whole if one of them has a damaged file.
@@ -88,7 +89,7 @@ def _missing(name: str, cause: str) -> EngineError:
 
 
 def load_pyplot() -> Any:
-    """Import Matplotlib's pyplot, set to draw to files only, and return it."""
+    """Import Matplotlib's pyplot, make it draw to files only, and return it; raise ImportError without Matplotlib."""
     try:
         import matplotlib
 

@@ -27,7 +27,7 @@ class JsonFormatter(logging.Formatter):
 
 
 def set_up_logs(style: LogFormat, level: str) -> None:
-    """Send the package's logs of at least `level`, such as "info", to standard error."""
+    """Send the package's log records of at least `level`, such as "info", to standard error, as text or as JSON."""
     handler = logging.StreamHandler()
     text = logging.Formatter("%(asctime)s %(levelname)-7s %(message)s", "%H:%M:%S")
     handler.setFormatter(JsonFormatter() if style == "json" else text)
@@ -49,7 +49,7 @@ class RateLimitedWarning:
         self._num_left_out = 0
 
     def __call__(self, message: str, *args: object) -> None:
-        """Log a warning, or only count it if the last one was logged less than a second ago."""
+        """Log a warning, or only count it if less than a second has passed since the last logged one."""
         now_s = self._clock()
         if now_s < self._next_s:
             self._num_left_out += 1

@@ -129,9 +129,9 @@ def instruction_sets(cpuinfo: str) -> list[str]:
 
 
 def onednn_limits(named: Sequence[str]) -> list[str]:
-    """Return ALL, and the other values of ONEDNN_MAX_CPU_ISA that have an effect on a CPU with these instruction sets.
+    """Return the values of ONEDNN_MAX_CPU_ISA that have an effect on a CPU with the instruction sets `named`.
 
-    ALL sets no limit. With another value, oneDNN treats the CPU like one with fewer instruction sets.
+    The first is ALL, which sets no limit. With another value, oneDNN uses fewer instruction sets than the CPU has.
     """
     return ["ALL", *(limit for limit, needed in _LIMITS.items() if needed in named)]
 
@@ -168,7 +168,7 @@ def read_topology(system: Path = Path("/sys")) -> Topology:
 
 
 def parse_cores(text: str) -> tuple[int, ...]:
-    """Return the core numbers in a list such as 0-3,8, which is the form that Linux writes."""
+    """Parse a list of cores in the format of Linux, such as 0-3,8, and return the core numbers."""
     cores: list[int] = []
     for part in filter(None, text.split(",")):
         first, _, last = part.partition("-")

@@ -1,7 +1,7 @@
 """Create and check files and directories that other users must not change.
 
 Only this user may access the default directory. A directory that the user names may be readable by others, but only its
-owner and group may write to it, unless it is a shared one such as /tmp, where nobody can replace another user's files.
+owner and group may write to it, unless it has the sticky bit, as /tmp does: users then cannot replace others' files.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ def is_private(directory: Path) -> bool:
 def can_hold_sockets(path: Path) -> bool:
     """Return whether the directory of the socket `path` exists; create it first if it is the default directory.
 
-    Raises `DirectoryError` if another user could have made the socket. In a shared directory such as /tmp nobody can
-    replace another user's file, so there the owner of the socket is checked.
+    Raises `DirectoryError` if another user could have made the socket. In a directory with the sticky bit, such as
+    /tmp, users cannot replace each other's files, so a socket that belongs to this user or to root is accepted.
     """
     if path.parent == runtime_directory():
         ensure_runtime_directory()
@@ -95,5 +95,5 @@ def _require_trusted(path: Path, found: os.stat_result) -> None:
 
 
 def open_private(path: Path, mode: Literal["ab", "xb"]) -> BinaryIO:
-    """Open a file for writing; only this user can read a new file, and an existing file keeps its permissions."""
+    """Open a file for writing and return it; only this user can read a new file, an old one keeps its permissions."""
     return open(path, mode, opener=lambda name, flags: os.open(name, flags, 0o600))

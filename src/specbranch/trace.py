@@ -65,8 +65,8 @@ class Record(msgspec.Struct, frozen=True, omit_defaults=True):
 class Moment:
     """One recorded verdict: its time in seconds, and the number of tokens that it committed.
 
-    `submitted` is the number of draft tokens that the target verified. `is_hit`: the draft had already computed what
-    follows the committed tokens.
+    `submitted` is the number of draft tokens that the target verified. `is_hit`: the draft had already computed its
+    distribution after the committed tokens when the verdict came.
     """
 
     at_s: float
@@ -90,7 +90,7 @@ class Answer:
     moments: tuple[Moment, ...] = ()
 
     def runs(self) -> list[int]:
-        """Return for each position how many tokens in a row, from there on, are the draft's most likely ones.
+        """Return for each position the number of consecutive tokens, from it on, that are the draft's most likely ones.
 
         The list has one more entry than the answer has tokens: the last entry, for the end, is 0.
         """

@@ -247,7 +247,7 @@ def choose_stretches(timeline: Timeline, num_rounds: int) -> list[tuple[float, f
 
 
 def _typical_s(lane: TimelineTarget) -> float:
-    """Return the mean time of a target's rounds in seconds, including the waits for drafts."""
+    """Return the mean seconds per round of the target `lane`, including the waits for drafts."""
     rounds = lane.rounds
     time_s = sum(span.end_s - span.start_s for span in rounds + lane.waits)
     return time_s / len(rounds) if rounds else time_s

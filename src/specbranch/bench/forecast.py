@@ -44,10 +44,10 @@ class MeasuredCosts:
         return self.target.base_s / self.draft.base_s
 
     def layout(self, batch: int, sharing: float = 1.0) -> Layout:
-        """Return the simulator's two devices with these costs, in units of a draft step of one row.
+        """Return a layout of the simulator with these costs; its unit of time is a draft step of one row.
 
-        `batch` is the number of requests at once, and `sharing` how many such targets one draft device serves; below 1,
-        one target has several draft devices.
+        `batch` is the number of requests that a target decodes at once, and `sharing` the number of targets that one
+        draft device serves; below 1, one target has several draft devices.
         """
         unit_s = self.draft.base_s
         is_alone = batch == 1  # several sequences pay the entry cost with and without drafts
@@ -95,7 +95,7 @@ class Advice:
         return sorted({forecast.concurrency for forecast in self.forecasts})
 
     def best_at(self, concurrency: int) -> Forecast:
-        """Return the forecast of the fastest planner at a concurrency: the planner `none` if drafts do not pay."""
+        """Return the forecast of the fastest planner at a concurrency, which is `none` if drafts do not pay."""
         return max((one for one in self.forecasts if one.concurrency == concurrency), key=lambda one: one.speed)
 
     def stops_at(self, min_gain: float) -> int | None:
@@ -192,8 +192,8 @@ def forecast_speeds(
 ) -> Forecast:
     """Simulate one method with its own settings on a trace, and return the forecast of its speed.
 
-    `terms` are the measured costs, `batch` is the number of requests at once, and `sharing` how many such targets one
-    draft device serves.
+    `terms` are the measured costs, `batch` is the number of requests that a target decodes at once, and `sharing` the
+    number of targets that one draft device serves.
     """
     if method.planner == _NONE:
         return Forecast(batch, method, 1.0)

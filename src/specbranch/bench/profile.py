@@ -1,4 +1,4 @@
-"""Measure what a draft engine's step costs: its time by row count, a fitted line, and the bound of memory bandwidth.
+"""Measure the step time of a draft engine by row count, fit a line, and compare it with the bound of memory bandwidth.
 
 `measure` times an engine with a given clock; the fitted line and the stated limits are pure functions of these times.
 """
@@ -181,7 +181,7 @@ def fit_line(medians_s: Mapping[int, float]) -> StepCostFit:
 
 
 def step_limit(one_row_s: float, bound_s: float | None) -> str:
-    """Return a phrase on what limits a step of one row, which takes `one_row_s`.
+    """Return a phrase that says whether memory bandwidth limits a step of one row, judged by its time `one_row_s`.
 
     `bound_s` is the time in which memory could deliver all weights; None if it is not known.
     """
@@ -195,9 +195,10 @@ def step_limit(one_row_s: float, bound_s: float | None) -> str:
 
 
 def rows_limit(medians_s: Mapping[int, float], cost: StepCost) -> str:
-    """Return a phrase on what more rows cost, judged by the median step time of 8 rows.
+    """Return a phrase that says whether further rows are nearly free, or gives the cost of each in milliseconds.
 
-    If 8 rows were not measured, the largest row count is used.
+    Rows are nearly free if the median step of 8 rows, or of the largest measured row count if 8 rows were not measured,
+    takes less than 1.3 times as long as that of one row.
     """
     many = MANY_ROWS if MANY_ROWS in medians_s else max(medians_s)
     if medians_s[many] < FREE_ROWS * medians_s[1]:
@@ -242,7 +243,7 @@ class Profile:
 
     @property
     def bound_share(self) -> float | None:
-        """How close a one-row step is to the memory's limit: `bound_s` over its median time. None without a bound."""
+        """The bound `bound_s` divided by the median time of a step of one row; None without a bound."""
         return None if self.bound_s is None else self.bound_s / self.medians_s[1]
 
     @property
@@ -252,7 +253,10 @@ class Profile:
 
     @property
     def limit(self) -> str:
-        """One sentence on what limits steps and rows, with a warning if the noise is large."""
+        """A sentence on two findings: whether memory bandwidth limits a step of one row, and the cost of further rows.
+
+        If `noise` is above 2, a warning follows that the measurement is too noisy to trust.
+        """
         parts = [step_limit(self.medians_s[1], self.bound_s), rows_limit(self.medians_s, self.fit.cost)]
         if self.noise > LOUD:
             parts.append(f"but p90 is up to {self.noise:.1f} times p10, too noisy to trust: measure on idle cores")

@@ -50,7 +50,7 @@ figcaption, .note { color: #5b6b69; font-size: 13px; }
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """A table of a report: its title, its column heads, and the texts of its cells, row by row."""
+    """A table of a report: its title, its column heads, and its cells as strings, row by row."""
 
     title: str
     rows: Sequence[Sequence[str]]

@@ -91,7 +91,7 @@ class Ratio:
 
     From `low` to `high` lie 95 % of the ratios of resampled prompts. Both are None if there are fewer than three
     trials, or if a method is compared with itself. `num_trials` is the number of prompts, or of groups of prompts, that
-    both methods answered; of several tasks, it is the smallest number.
+    both methods answered; for a mean over several tasks, it is the smallest of their numbers.
     """
 
     value: float
@@ -157,8 +157,8 @@ class Loss:
 def cells(results: Results) -> dict[Cell, dict[str, list[Record]]]:
     """Return the records by task and concurrency, and then by method, in the scenario's order.
 
-    A task and concurrency without records of bare vLLM is left out, and so is a method that shares no prompt with
-    bare vLLM there.
+    Tasks and concurrencies without records of bare vLLM are left out, and so is a method at a task and concurrency
+    where it has no record for the same prompt and repeat as bare vLLM.
     """
     by_cell: dict[Cell, dict[str, list[Record]]] = defaultdict(lambda: defaultdict(list))
     for record in results.records:
@@ -173,7 +173,7 @@ def cells(results: Results) -> dict[Cell, dict[str, list[Record]]]:
 
 
 def summarize(results: Results) -> list[Line]:
-    """Return the lines of a summary: one for each task, concurrency and method."""
+    """Return a summary of the results: one line for each task, concurrency and method."""
     return [
         _line(results, cell, method, own, methods[BARE])
         for cell, methods in cells(results).items()
@@ -200,7 +200,7 @@ def mean_speeds(results: Results) -> dict[int, dict[str, Ratio]]:
 
 
 def losses(results: Results, subject: str) -> list[Loss]:
-    """Return the cases where another method is faster than `subject`: in tokens per second, or if not, per core."""
+    """Return a loss for each case where another method is faster than `subject`, in total or, if not, per core."""
     found = []
     for (task, concurrency), methods in cells(results).items():
         if subject not in methods:
@@ -219,7 +219,7 @@ def losses(results: Results, subject: str) -> list[Loss]:
 
 
 def compare(own: Sequence[Record], other: Sequence[Record]) -> Ratio:
-    """Return the speed of the records `own` divided by that of `other` on the prompts of both, with a range."""
+    """Return the speed of the records `own` divided by that of `other`, with a range, on the prompts that both have."""
     return mean_ratio([(own, other)])
 
 
@@ -326,9 +326,9 @@ def _paired(own: Sequence[Record], other: Sequence[Record]) -> list[tuple[Record
 
 
 def describe_file(path: Path) -> str:
-    """Return a phrase on what a file is, such as "a timeline; `specbranch timeline` reads it".
+    """Return a phrase that names the kind of a file, such as "a timeline; `specbranch timeline` reads it".
 
-    Raise OSError if it cannot be read.
+    Raise OSError if the file cannot be read.
     """
     with path.open("rb") as file:
         begin = file.read(_BEGIN_LEN)

@@ -126,7 +126,7 @@ def run_scenario(
 
 @dataclass(slots=True)
 class _Engines:
-    """The running engines of a benchmark: the draft service, and the targets that are loaded now, oldest first.
+    """The running engines of a benchmark: the draft service, and the loaded targets, the one loaded first in front.
 
     `stats_clients` has for each method with drafts a client that fetches the service's stats.
     """

@@ -107,9 +107,9 @@ class Scenario(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     Without `target_cores` nothing is pinned, as on a GPU. `arguments` are passed to `vllm.LLM`, or to `vllm serve` as
     flags, and `draft_arguments` to `specbranch draft`. `gamma` is the maximum of draft tokens verified at once.
-    `deadline_ms` is how long the target waits for drafts at most. `concurrency` lists how many requests are answered
-    together, and `groups` is the maximum of such groups of each task. With `served`, real servers are measured under
-    load instead.
+    `deadline_ms` is the longest time that the target waits for a draft. `concurrency` lists the sizes of the groups of
+    requests that are answered together; `groups` limits the number of groups of each size and task. With `served`, real
+    servers are measured under load instead.
 
     If memory cannot hold all engines, `engines_at_once` is how many it can hold. Each engine then answers a `block` of
     groups before the next one is loaded in its place.
@@ -174,7 +174,7 @@ class Scenario(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         )
 
     def check(self) -> None:
-        """Raise an error for proposer settings that vLLM's worker would refuse, but only after loading its model."""
+        """Raise an error for wrong proposer settings, which vLLM's worker would refuse only after loading its model."""
         for method in self.methods:
             settings = self.proposer_settings(method, "ipc://unused")
             if settings is not None:
@@ -325,9 +325,9 @@ def check_methods(scenario: Scenario) -> None:
 
 
 def engines_that_fit(sizes: Iterable[int], free: int) -> int:
-    """Return how many engines fit into `free` bytes at once, even if they are the largest.
+    """Return how many engines fit into `free` bytes together, whichever engines they are.
 
-    `sizes` has the bytes that each engine needs.
+    `sizes` has the bytes that each engine needs; the largest are counted first.
     """
     count = 0
     for size in sorted(sizes, reverse=True):

@@ -68,7 +68,7 @@ class StepTimes(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Survey:
-    """What was measured of a pair of models: step times in seconds, and a trace.
+    """The measurements of a pair of models: step times in seconds, and a trace.
 
     The target's times are by the number of requests in its batch, the draft's by rows. The target is bare vLLM. If vLLM
     with our proposer and without drafts was timed too, `hooked_s` has its times. The trace holds the target's answers
@@ -82,7 +82,10 @@ class Survey:
     hooked_s: Mapping[int, float] = field(default_factory=dict)  # of the target with our proposer, without drafts
 
     def as_json(self) -> dict[str, Any]:
-        """Return the step times, and how often the draft was right in the trace, as a JSON dict."""
+        """Return the step times and the trace's statistics as a JSON dict.
+
+        They are the share of tokens that the draft ranked first, the share among its first three, and the token count.
+        """
         return {
             "target_alone_ms": {str(tokens): 1e3 * step_s for tokens, step_s in self.target_alone_s.items()},
             "target_beside_ms": 1e3 * self.target_beside_s,

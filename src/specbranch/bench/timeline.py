@@ -27,7 +27,10 @@ class TimelineError(SpecBranchError, ValueError):
 
 @dataclass(frozen=True, slots=True)
 class TimeSpan:
-    """A period in which a target or the draft worked, or a target waited; `args` are the recorded numbers."""
+    """A period in which a target or the draft worked, or a target waited.
+
+    `args` has the values that the service recorded for it, by name, such as `rows` and `accepted` for a target's step.
+    """
 
     start_s: float
     end_s: float
@@ -128,9 +131,10 @@ class Timeline:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shares:
-    """How one target spent its time from its first round or wait to its last, without prefill and idle time.
+    """The shares of one target's time in which it worked, it waited, and the draft worked; and means over its rounds.
 
-    `busy`, `waiting` and `draft_busy` are shares of `time_s`; `rounds` counts one for each sequence of a step.
+    The time `time_s` runs from the target's first round or wait to its last, without prefill and idle time. `busy`,
+    `waiting` and `draft_busy` are shares of it. In `rounds`, each sequence of a step counts as one round.
     """
 
     target: str
@@ -150,7 +154,7 @@ class Shares:
 
 
 def read_timeline(path: Path) -> Timeline:
-    """Read a timeline file; for any other file, raise `TimelineError` with a message on what the file is."""
+    """Read a timeline file and return it; raise `TimelineError`, which names the file's kind, for any other file."""
     try:
         document = json.loads(path.read_bytes())
         about = document.get("otherData", {})
@@ -168,7 +172,7 @@ def _found(path: Path) -> str:
 
 
 def time_shares(timeline: Timeline, lane: TimelineTarget) -> Shares:
-    """Return how one target of the timeline (`lane`) spent its time."""
+    """Return the shares of time that the target `lane` of a timeline worked and waited, and means over its rounds."""
     rounds = lane.rounds
     spans = sorted(rounds + lane.waits, key=lambda span: span.start_s)
     pauses = [step for step in lane.steps if step.is_prefill]
@@ -193,7 +197,7 @@ def time_shares(timeline: Timeline, lane: TimelineTarget) -> Shares:
 
 
 def shared_s(some: Sequence[TimeSpan], others: Sequence[TimeSpan]) -> float:
-    """Return the seconds that lie in spans of both sorted lists; the spans of one list must not overlap."""
+    """Return the seconds that spans of both lists cover; each list must be sorted, and its spans must not overlap."""
     total_s, first, second = 0.0, 0, 0
     while first < len(some) and second < len(others):
         one, other = some[first], others[second]
@@ -288,7 +292,7 @@ def _ratio(part: float, whole: float) -> float:
 
 
 def write_replay(path: Path, timeline: Timeline, title: str, spell: Callable[[int], str]) -> None:
-    """Write a page that replays the timeline in a browser; `spell` returns the text of a token.
+    """Write an HTML page to `path` that replays the timeline in a browser; `spell` returns the text of a token id.
 
     Raise `TimelineError` for a timeline without draft trees.
     """
@@ -300,9 +304,9 @@ def write_replay(path: Path, timeline: Timeline, title: str, spell: Callable[[in
 
 
 def replay_document(timeline: Timeline, title: str, spell: Callable[[int], str]) -> dict[str, Any]:
-    """Return the data of the replay page: steps, waits and verdicts of every target, and the texts of all tokens.
+    """Return the replay page's data: steps, waits and verdicts of each target, the draft's steps, each token's text.
 
-    `spell` returns the text of a token. Raise `TimelineError` for a timeline without draft trees.
+    `spell` returns the text of a token id. Raise `TimelineError` for a timeline without draft trees.
     """
     targets = [_target(lane) for lane in timeline.targets if lane.verdicts]
     if not targets:

@@ -87,7 +87,7 @@ class ServerApi(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompareOptions:
-    """How many requests to send, `at_once` at a time, and how to judge the answers.
+    """The options of a comparison of two servers; at most `at_once` requests are sent at a time.
 
     `alpha` is the probability of a false alarm in the whole report. A greedy answer may differ at a token that the
     reference preferred by at most `tie`, a difference of log-probabilities.
@@ -174,10 +174,11 @@ class _Questions:
             )
 
     def greedy(self) -> list[Finding]:
-        """Compare the greedy answers to requests sent one at a time and sent together; return a finding on each way.
+        """Send the greedy requests to both servers, one at a time and then together, and return two findings.
 
-        Where answers differ, the reference is asked again, with log-probabilities that may explain the difference. If a
-        server gives no answers, return one finding that says why.
+        The first says whether the endpoint's answers equal the reference's, the second whether they stay the same when
+        the requests are sent together. Where answers differ, ask the reference again, with log-probabilities that may
+        explain the difference. If a server gives no answers, return one finding that says why.
         """
         size = self._options.size
         prompts = greedy_prompts(size.num_prompts)
@@ -200,10 +201,10 @@ class _Questions:
         return [greedy_equality(greedy, tie), greedy_together(greedy, self._options.at_once, tie)]
 
     def seeds(self) -> list[Finding]:
-        """Find out whether a server repeats the same sampled answer if requests have no seed; return a note if so.
+        """Send one sampled request several times without a seed; return a note if a server always answers the same.
 
-        Every request of a sample then gets a seed, because samples must be independent. Return an empty list if neither
-        server repeats itself.
+        In that case all later sampled requests get a seed, because samples must be independent. Return an empty list if
+        both servers vary their answers, and one finding that says why if a server gives no answers.
         """
         asks = REPEATED.asks(_NUM_REPEATS)
         answers = self._both("seeds", dict.fromkeys(self._servers, asks), self._options.at_once)
@@ -238,7 +239,8 @@ class _Questions:
     ) -> tuple[Answers, Answers] | Finding:
         """Send each server its requests, and return the answers of the reference and of the endpoint.
 
-        If a server refuses or fails, return a finding for the check `name` that says why.
+        If a server refuses or fails, return a finding for the check `name` that says why; set `is_over` if the endpoint
+        has gone down. Raise `ServerError` if the reference has gone down, or if a server cannot serve requests now.
         """
         if self.is_over:
             return unasked(name, SKIPPED, self.is_over)

@@ -94,7 +94,7 @@ class _Difference:
 
 
 def greedy_equality(greedy: Greedy, tie: float) -> Finding:
-    """Return a finding on whether the endpoint's greedy answers equal the reference's, sent one request at a time.
+    """Return a finding on whether the endpoint's greedy answers to requests sent one at a time equal the reference's.
 
     An answer may differ at a token that the reference preferred by at most `tie` in log-probability.
     """
@@ -112,10 +112,10 @@ def greedy_together(greedy: Greedy, at_once: int, tie: float) -> Finding:
 
 
 def same_distribution(samples: Sequence[Sampled], alpha: float, rng: np.random.Generator) -> list[Finding]:
-    """Test whether both servers sample from one distribution; return a finding for each feature, and one for all.
+    """Return findings on whether both servers sample from one distribution: one for each feature, one for all together.
 
-    The probability of any false alarm is at most `alpha`. If both servers give log-probabilities, the means of the
-    texts' log-probabilities are compared, else the texts themselves.
+    The probability of any false alarm is at most `alpha`. If all answers to a feature have log-probabilities, the means
+    of the answers' log-probabilities are compared, else the distributions of the answers themselves.
     """
     *compared, together = compare_all([_pair(one) for one in samples], alpha, rng, together=True)
     findings = [
@@ -339,10 +339,10 @@ def _ends(token: str) -> bool:
 
 
 def group_by_prefix(ones: Sequence[str], others: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return both samples with each text replaced by its longest prefix that enough texts have in common.
+    """Return both samples of strings, each string cut to its longest prefix that is common in both samples together.
 
-    Texts of both samples count together. So the prefixes depend on the pooled texts only, which a permutation does not
-    change, and a permutation test stays exact.
+    A prefix is common if at least 5 strings, and at least about 2 % of all, begin with it. As the prefixes depend only
+    on the pooled strings, which a permutation does not change, a permutation test stays exact.
     """
     pooled = [*ones, *others]
     enough = max(_RARE, len(pooled) // _MAX_CELLS)

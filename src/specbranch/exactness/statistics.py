@@ -1,4 +1,4 @@
-"""Exact two-sample tests, their correction for many tests, and their power; all chance comes from a given `rng`.
+"""Exact two-sample tests, their correction for many tests, and their power; all random numbers come from a given `rng`.
 
 All tests are permutation tests. If both samples come from one distribution, every way to divide the pooled values into
 two samples is equally likely, whatever the distribution; so P(p-value <= level) <= level holds exactly, for every size.
@@ -54,7 +54,10 @@ class Outcomes:
     others: Sequence[Hashable]
 
     def compared(self, level: float, rng: np.random.Generator) -> Compared:
-        """Test at significance `level` whether both samples follow one distribution; the p-value is not corrected."""
+        """Test at significance `level` whether both samples follow one distribution, and return the result.
+
+        Its p-value is not corrected for the number of tests.
+        """
         ones, others = count_pairs(self.ones, self.others)
         test = compare_counts(ones, others, level, rng)
         shift = detectable_shift(ones, others, test.critical, rng)
@@ -69,7 +72,10 @@ class LogprobMeans:
     others: Sequence[float]
 
     def compared(self, level: float, rng: np.random.Generator) -> Compared:
-        """Test at significance `level` whether the samples have one mean; the p-value is not corrected."""
+        """Test at significance `level` whether both samples have one mean, and return the result.
+
+        Its p-value is not corrected for the number of tests.
+        """
         test = compare_means(np.array(self.ones), np.array(self.others), level, rng)
         return Compared("mean log-probability of a sample", test, test.p_value)
 
@@ -119,10 +125,10 @@ def chi_square(ones: Ints, others: Ints) -> Floats:
 
 
 def compare_counts(ones: Ints, others: Ints, level: float, rng: np.random.Generator) -> Test:
-    """Test at significance `level` whether two samples, given as counts of values, come from one distribution.
+    """Test at significance `level` whether two samples come from one distribution, and return the result.
 
-    The statistic is chi-square. It is compared with the statistics of random permutations, or with those of all
-    possible tables of counts if these are few.
+    `ones` and `others` have the count of each value in the two samples. The statistic is chi-square. It is compared
+    with the statistics of random permutations, or with those of all possible tables of counts if these are few.
     """
     observed = float(chi_square(ones, others))
     pooled, size = ones + others, int(ones.sum())
@@ -137,7 +143,7 @@ def compare_counts(ones: Ints, others: Ints, level: float, rng: np.random.Genera
 
 
 def compare_means(ones: Floats, others: Floats, level: float, rng: np.random.Generator) -> Test:
-    """Test at significance `level` whether two samples of numbers come from one distribution.
+    """Test at significance `level` whether two samples of numbers come from one distribution, and return the result.
 
     The statistic is the distance of the means; it is compared with the distances after random permutations.
     """

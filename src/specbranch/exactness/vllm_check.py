@@ -45,7 +45,7 @@ Listener = Callable[[str, int | None, int | None], None]  # stage, requests done
 
 @dataclass(frozen=True, slots=True)
 class CheckSize:
-    """How many requests of each kind to decode, and the maximum of tokens in a greedy output.
+    """The number of requests of each kind to decode, and the maximum of tokens in a greedy output.
 
     More samples detect smaller differences of distributions.
     """
@@ -64,7 +64,8 @@ class CheckOptions:
     """The options of a check: target and draft, how to serve them, and how much to decode.
 
     `alpha` is the probability of a false alarm in the whole report. `arguments` are passed to `vllm.LLM`.
-    `wrong_temperature` makes the samples with the proposer wrong on purpose, to test the check itself.
+    `wrong_temperature`, if set, is the temperature of samples with the proposer instead of 1, to test that the check
+    then fails.
     """
 
     target: str
@@ -135,7 +136,8 @@ def check(options: CheckOptions, listen: Listener) -> Report:
 
     The first two engines test exact equality. They use vLLM's batch-invariant kernels, with which a batch does not
     change the rounding, or float32 on devices without such kernels, where it hardly does. The last two test
-    distributions, in the data type in which the model is served. `listen` is called with the progress.
+    distributions, in the data type in which the model is served. `listen` is called with the stage, the number of
+    requests done and the number of all requests.
     """
     load_planners()
     with contextlib.ExitStack() as stack:
@@ -156,14 +158,14 @@ def check(options: CheckOptions, listen: Listener) -> Report:
 
 @dataclass(frozen=True, slots=True)
 class _Stage:
-    """What one engine has done: the engine's properties, and the results of its jobs by name."""
+    """The outcome of one engine's run: the engine's properties, and the results of its jobs by name."""
 
     engine: Engine
     done: Mapping[str, DecodeResult]
 
 
 class _Stages:
-    """Starts engines one after the other, runs their jobs, and reports the progress.
+    """Starts engines one after the other, runs their jobs, and calls `listen` with the progress.
 
     `stage_s` has the seconds that each engine took.
     """
