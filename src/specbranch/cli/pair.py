@@ -52,7 +52,7 @@ class LocalPairOptions:
     arguments: Mapping[str, Any] = field(default_factory=dict)
 
     def check(self) -> None:
-        """Raise an error for options that would otherwise fail only after both models are loaded."""
+        """Check directories, settings and all of `Preflight` before a model loads; raise the first error."""
         check_directory("--timeline", self.timeline)
         if self.is_drafting:
             self.settings({}).client_options(self.gamma)
@@ -74,7 +74,7 @@ class LocalPairOptions:
         return merged_settings({**self.section, **more}, self.arguments.get("additional_config", {}))
 
     def vllm_arguments(self) -> dict[str, Any]:
-        """Return the arguments of `vllm.LLM`; on a CPU they turn off CUDA graphs, unless `arguments` set this."""
+        """Return the arguments of `vllm.LLM`; `enforce_eager` is True only on a CPU, unless `arguments` set it."""
         return {"enforce_eager": installed.runs_on_cpu(), **self.arguments}
 
 

@@ -152,9 +152,9 @@ class Preflight:
         return check_same_vocabulary(self.target, self.draft.model)
 
     def _check_memory(self) -> str | None:
-        """Raise if the weights do not fit into memory; return why this could not be checked, or None if they fit.
+        """Raise `UsageError` if the weights do not fit into memory; return why this was not checked, None if they fit.
 
-        Caches are not counted, because vLLM and the draft choose the sizes of their caches by themselves.
+        Caches are not counted, because vLLM and the draft choose the sizes of their own caches.
         """
         free = machine.free_host_memory()
         if not target_on_cpu():

@@ -38,12 +38,12 @@ _HINT = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StatsReading:
-    """What a draft service or vLLM server reports at one moment: counters since its start, and current values.
+    """The report of a draft service or vLLM server at one moment: counters since its start, and current values.
 
     The counters are `stats`, `*_steps`, `draft_step_s`, `undrafted` (sequences that got no drafts) and `faults` (errors
     inside SpecBranch). `stats.wait_s` is the time that targets waited for drafts, and `target_steps` counts the steps
-    in which they could wait. A draft step takes `first_row_s` with one row, and `more_row_s` more for each further row.
-    None means not reported.
+    of targets that asked for drafts. A draft step takes `first_row_s` with one row, and `more_row_s` more for each
+    further row. None means not reported.
     """
 
     at_s: float
@@ -93,7 +93,7 @@ def from_metrics(samples: Iterable[MetricSample], at_s: float) -> StatsReading |
 
 
 def printable(text: object) -> str:
-    """Remove control characters from text of another program, so that it cannot control the terminal."""
+    """Return another program's text without unprintable characters, so that it cannot control the terminal."""
     return "".join(letter for letter in str(text) if letter.isprintable())
 
 
@@ -318,7 +318,7 @@ class StatsSource(Protocol):
     name: str
 
     def read(self) -> StatsReading:
-        """Return the current reading; raise `ServiceUnavailable` if there is none."""
+        """Return the current reading; raise `ServiceUnavailable` if the source cannot be read."""
         ...
 
     def close(self) -> None:

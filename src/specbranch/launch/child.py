@@ -113,7 +113,7 @@ class Child:
         return thread
 
     def close_input(self) -> None:
-        """Close the child's standard input, which tells some programs to end."""
+        """Close the child's standard input, so that the child reads the end of the file."""
         with contextlib.suppress(BrokenPipeError):  # it has ended already
             self.input.close()
 
@@ -152,7 +152,7 @@ class Child:
         return ticks / os.sysconf("SC_CLK_TCK"), counts["rchar"] + counts["wchar"] + counts["read_bytes"]
 
     def log_tail(self) -> str:
-        """Return the end of the child's log file; empty text if it has none."""
+        """Return the last 2000 characters of the child's log file; an empty string if it has none."""
         return self._log_file.read_text(errors="replace")[-_TAIL_LEN:].strip() if self._log_file else ""
 
     def stop(self, grace_s: float) -> None:
@@ -178,7 +178,7 @@ class Child:
 
 
 class Idleness:
-    """Measures how long a child has been idle, that is, has hardly computed, read or written."""
+    """Measures how long a child has been idle: used at most 0.2 s of processor time and transferred at most 1 MiB."""
 
     def __init__(self, child: Child) -> None:
         self._child = child
@@ -186,9 +186,9 @@ class Idleness:
         self._since_s = time.monotonic()
 
     def seconds(self) -> float:
-        """Return for how many seconds the child has been idle; 0 if the system does not report its work.
+        """Return the seconds for which the child has been idle; 0 if the system does not report its work.
 
-        Work is noticed only in these calls, so call it often.
+        Only this method checks for work, so the time counts from the call that last found some.
         """
         now = self._child.work()
         if now is None or self._mark is None:

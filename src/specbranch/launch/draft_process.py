@@ -112,7 +112,7 @@ def place_pair(
 
 
 class DraftProcess:
-    """A draft service that this process starts, waits for and stops: the only way in which SpecBranch starts one.
+    """A draft service that this process starts, waits for and stops.
 
     While the service loads, `on_progress` is called repeatedly with a phrase that says what the service is doing. With
     `on_event`, a service that ends is restarted, and `on_event` is called with one line for each end and each restart,
@@ -178,7 +178,10 @@ class DraftProcess:
         return self.welcome
 
     def stop(self) -> None:
-        """Ask the service to end, kill it if it does not, and remove its socket. Afterwards it is not restarted."""
+        """Send SIGTERM to the service, kill it after 10 seconds if it still runs, and do not restart it.
+
+        Also remove the temporary directory that has the service's socket, unless the options gave an address.
+        """
         self._stopping.set()
         self._stop_child()
         while self._supervisor.is_alive():  # it may be restarting the service just now
@@ -188,7 +191,7 @@ class DraftProcess:
         self._exit.close()
 
     def kill(self) -> None:
-        """Kill the service and remove its socket. Afterwards it is not restarted."""
+        """Kill the service and do not restart it; remove the temporary directory of its socket, as `stop` does."""
         self._stopping.set()
         if self._child is not None:
             self._child.kill()
@@ -217,11 +220,11 @@ class DraftProcess:
         return f"ipc://{directory}/draft.sock"
 
     def _on_line(self, line: str) -> None:
-        """Remember a line that the service has printed: the stage of its start."""
+        """Store a line that the service has printed as the stage of its start, unless the line is blank."""
         self._stage = line.strip() or self._stage
 
     def _await_answer(self) -> Welcome:
-        """Wait for the service's answer and return it.
+        """Wait for the service's answer and return it; meanwhile call `on_progress` with the stage of its start.
 
         Raises `StartError` if the process ends or does nothing for `IDLE_S`.
         """
@@ -252,7 +255,11 @@ class DraftProcess:
             self._child.stop(_STOP_S)
 
     def _supervise(self) -> None:
-        """Restart the service whenever it has ended, after a pause that grows while it keeps ending."""
+        """Restart the service each time it ends, until `stop` is called, and report each end and restart to `on_event`.
+
+        The pause before a restart is 1 second and doubles each time, up to 30 seconds. It is 1 second again after the
+        service has run for 60 seconds.
+        """
         assert self._on_event is not None, "a service without it is not restarted"
         pause_s, up_at_s = _FIRST_PAUSE_S, time.monotonic()
         while not self._stopping.wait(_LOOK_S):
@@ -291,9 +298,9 @@ class RemoteDraft:
         return {"address": address, **keys}
 
     def check(self) -> list[Welcome]:
-        """Ask all services, and return the answers of those that run.
+        """Send `Hello` to all services, and return the replies of those that run.
 
-        Raises `UsageError` if a process listens at one of the addresses and does not answer this client.
+        Raises `UsageError` if a ZeroMQ socket at one of the addresses does not answer this client.
         """
         welcomes = [_fetch_welcome(address, self.keys) for address in self.addresses]
         return [welcome for welcome in welcomes if welcome is not None]
@@ -301,9 +308,9 @@ class RemoteDraft:
 
 @cache
 def _fetch_welcome(address: str, directory: Path | None) -> Welcome | None:
-    """Return the answer of the service at `address`; None if nothing listens there. `directory` has the client's keys.
+    """Send `Hello` to the service at `address` and return its reply; None if there is no ZeroMQ socket.
 
-    Raises `UsageError` if a process listens there and does not answer.
+    `directory` has the client's keys. Raises `UsageError` if a ZeroMQ socket at this address does not answer.
     """
     keys = client_keys(str(directory) if directory else None)
     check_address(address, keys)

@@ -1,4 +1,4 @@
-"""Devices and cores: where the draft runs, and which cores target and draft get."""
+"""Choose the draft's device, and divide the cores of this process between target and draft."""
 
 from __future__ import annotations
 
@@ -209,7 +209,7 @@ def place_draft(asked: str, model: str, engine: str | None, layout: ParallelLayo
 
 
 def _runs_on_gpu(engine: str) -> bool:
-    """Return whether an engine can use a GPU; False for one that is not installed, which other checks refuse."""
+    """Return whether an engine can use a GPU; False if the engine is not installed."""
     try:
         return runs_on_gpu(engine)
     except EngineError:
@@ -247,7 +247,7 @@ def _no_such_cores(option: str, cores: Iterable[int], before: Iterable[int]) -> 
 
 
 def is_bound_by_user() -> bool:
-    """Return whether the user has bound vLLM's workers to cores by an environment variable."""
+    """Return whether the user has bound vLLM's workers to cores, by VLLM_CPU_OMP_THREADS_BIND."""
     return os.environ.get(_BIND, "auto") != "auto"
 
 
@@ -263,9 +263,10 @@ def omp_bind_env(cores: Sequence[int], num_workers: int) -> dict[str, str]:
 
 
 def omp_env(cores: Sequence[int], layout: ParallelLayout) -> dict[str, str]:
-    """Return the environment variables that keep a vLLM engine on `cores`, which are cores of this process.
+    """Return the environment variable that makes a vLLM engine use `cores`, which are cores of this process.
 
-    Empty if the user has set them: the number of threads for an engine in one process, else the cores of its workers.
+    For an engine in one process it sets the number of threads, else the cores of each worker. Empty if the user has set
+    this variable.
     """
     if not layout.in_one_process:
         return omp_bind_env(cores, layout.num_devices)

@@ -109,7 +109,7 @@ class LocalEngine:
         configure_proposers(self.llm, settings)
 
     def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
-        """Return the tokens of a chat in the model's own template, up to where the answer begins."""
+        """Return the tokens of a chat in the model's own template, up to the start of the answer."""
         tokenizer = self.llm.get_tokenizer()
         encoded = tokenizer.apply_chat_template(
             list(messages), tokenize=True, add_generation_prompt=True, return_dict=True
@@ -160,7 +160,7 @@ class LocalEngine:
         return proposer_counts(self.llm) if self._has_proposer else {}
 
     def draft_tokens(self) -> tuple[int, int]:
-        """Return how many draft tokens vLLM has verified, and how many of them it has accepted, since its start."""
+        """Return the numbers of draft tokens that vLLM has verified and accepted since its start."""
         return draft_tokens(self.llm)
 
 
@@ -181,7 +181,7 @@ def proposer_counts(llm: Any) -> dict[str, float]:
 
 
 def patch_cpu_sampler(llm: Any) -> None:
-    """Work around bugs of vLLM's sampler on the CPU, in all workers; see `compat.patch_cpu_sampler`."""
+    """Run `compat.patch_cpu_sampler`, which replaces faulty functions of vLLM's sampler on the CPU, in all workers."""
     llm.collective_rpc(_patch_cpu_sampler)
 
 
@@ -225,9 +225,9 @@ def _ignore_interrupts(worker: Any) -> None:
 
 
 def draft_tokens(llm: Any) -> tuple[int, int]:
-    """Return how many draft tokens vLLM has verified, and how many it has accepted, since its start.
+    """Return the numbers of draft tokens that vLLM has verified and accepted since its start.
 
-    The numbers are from vLLM's counters, without the pads that it counts as draft tokens.
+    They are from vLLM's counters, minus the padding tokens that vLLM has counted as draft tokens.
     """
     totals = {"vllm:spec_decode_num_draft_tokens": 0, "vllm:spec_decode_num_accepted_tokens": 0}
     for metric in llm.get_metrics():

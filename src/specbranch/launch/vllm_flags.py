@@ -136,7 +136,7 @@ def flags_of(arguments: Mapping[str, Any]) -> list[str]:
 
 
 def _argument(flag: str, values: Sequence[Any]) -> dict[str, Any]:
-    """Convert one flag and its values to an argument of `vllm.LLM`, by name; dotted keys become nested dicts."""
+    """Return one flag and its values as a dict with one argument of `vllm.LLM`; dotted keys become nested dicts."""
     first, *path = flag.split(".")
     if not first.startswith("--") and first not in _SHORT:
         raise FlagError(f"{first} is not known here; give the flag's long name")
@@ -269,7 +269,7 @@ def known_speculation() -> KnownSpeculation | None:
 
 
 def read_speculation(package: Path) -> KnownSpeculation | None:
-    """Read from the source of the vLLM in `package` which methods and keys it accepts in a `speculative_config`.
+    """Return the methods and keys of a `speculative_config`, read from the source of the vLLM in `package`.
 
     Returns None if the source has an unknown layout.
     """

@@ -83,9 +83,10 @@ def _has_driver() -> bool:
 
 
 def types_here(target: str, draft: str, dtype: str) -> list[str]:
-    """Return the data types of a target that are worth measuring on this machine together with this draft.
+    """Return the data types of a target to measure on this machine: its own and, if it fits, float32.
 
-    `target` and `draft` are models, and `dtype` is the value of `--dtype`. On a GPU the list is only that value.
+    `target` and `draft` are models, and their weights must fit into memory together. The list has only `dtype`, the
+    value of `--dtype`, on a GPU, for a quantized or unknown target, and if the user has chosen a type.
     """
     if not installed.runs_on_cpu():
         return [dtype]
@@ -130,10 +131,11 @@ def slow_type(named: Sequence[str], config: Mapping[str, Any], dtype: str | None
 def types_to_measure(
     named: Sequence[str], config: Mapping[str, Any] | None, dtype: str, fits: Callable[[str], bool]
 ) -> list[str]:
-    """Return the data types of a target that are worth measuring on a CPU, the one expected to be fastest first.
+    """Return the data types of a target to measure on a CPU: its own and, if it fits, float32.
 
-    If the user has chosen a `dtype`, only that is returned, and a quantized checkpoint keeps its type. `named` has the
-    CPU's instruction sets, and `fits(type)` returns whether the weights fit into memory in that type.
+    On a CPU that emulates 16-bit types, float32 comes first. If the user has chosen a `dtype`, only that is returned,
+    and a quantized checkpoint keeps its type. `named` has the CPU's instruction sets, and `fits(type)` returns whether
+    the weights fit into memory in that type.
     """
     if dtype != "auto" or config is None or "quantization_config" in config:
         return [dtype]
@@ -150,7 +152,7 @@ def emulates_sixteen_bits(named: Sequence[str]) -> bool:
 def computed_type(config: Mapping[str, Any], dtype: str | None) -> str:
     """Return the data type that vLLM computes in on a CPU: `dtype`, or for `auto` and None the checkpoint's own.
 
-    If the checkpoint's own type is neither bfloat16 nor float16, it is bfloat16.
+    A checkpoint whose own type is neither bfloat16 nor float16 is computed in bfloat16.
     """
     asked = (dtype or "auto").removeprefix("torch.")
     if asked != "auto":

@@ -1,4 +1,4 @@
-"""Read vLLM's log: which stage its start has reached, and why it failed."""
+"""Read from vLLM's log the stage that its start has reached, and the cause of a failure."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class StartupProgress:
         return f"vLLM: {_STAGES[self._number][0]}"
 
     def feed(self, line: str) -> None:
-        """Read one more line of the log."""
+        """Read one more line of the log, and update `stage` and `is_up`."""
         self.is_up = self.is_up or any(words in line for words in _UP)
         for number in range(len(_STAGES) - 1, self._number, -1):
             if any(word in line for word in _STAGES[number][1]):
@@ -77,7 +77,7 @@ class FailureParser:
             self.feed(line)
 
     def feed(self, line: str) -> None:
-        """Read one more line of the log."""
+        """Read one more line of the log; if it reports an error, store that for `cause`."""
         plain = _ANSI.sub("", line).rstrip()
         invalid = _INVALID.match(plain)
         if invalid:

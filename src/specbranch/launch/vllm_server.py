@@ -74,7 +74,10 @@ class VllmServeCommand:
         return self.cores is not None and self.num_workers == 1 and not is_set_by_user
 
     def arguments(self) -> list[str]:
-        """Return the arguments of the command `vllm`, with the user's flags unchanged."""
+        """Return the arguments of the command `vllm`: `serve`, the model, our flags and the user's.
+
+        The user's `--additional-config` is merged into ours.
+        """
         ours, rest = self._with_proposer(self.settings) if self.settings is not None else ([], self.flags)
         if self.in_one_process:
             ours += [_EXECUTOR, "uni"]
@@ -83,11 +86,12 @@ class VllmServeCommand:
         return ["serve", self.model, *ours, *rest.words]
 
     def memory_flags(self, free: float | None) -> list[str]:
-        """Return a flag that limits vLLM on the CPU to the host's free memory, minus some for the draft's KV cache.
+        """Return a flag with its value that limits vLLM on the CPU to `free` minus a tenth of the host's memory.
 
-        On the CPU vLLM refuses to start unless its whole share is free, and the draft has allocated memory by then.
-        `free` is the share of the host's memory that is free. The list is empty if that is unknown (None) or too small,
-        if the user has set a limit, for bare vLLM, and for vLLM on a GPU.
+        The limit is at most 0.92; the tenth is left for the draft's KV cache. vLLM refuses to start unless its whole
+        share is free, and the draft has allocated memory by then. `free` is the share of the host's memory that is
+        free. The list is empty if that is unknown (None) or too small, if the user has set a limit, for bare vLLM, and
+        for vLLM on a GPU.
         """
         is_set = self.flags.has(_MEMORY, "--kv-cache-memory-bytes", "--kv-cache-memory") or _OWN_CACHE in os.environ
         if self.cores is None or self.settings is None or is_set or free is None:
@@ -96,14 +100,14 @@ class VllmServeCommand:
         return [_MEMORY, f"{share:.2f}"] if share >= _MIN_SHARE else []
 
     def _with_proposer(self, settings: ProposerSettings) -> tuple[list[str], Flags]:
-        """Return the flags that load our proposer, and the user's other flags."""
+        """Return the flags that load our proposer, and the user's without `--additional-config`, which ours include."""
         table, rest = self.flags.take_json("--additional-config")
         ours = proposer_arguments(settings, self.num_speculative_tokens)
         speculative, additional = ours["speculative_config"], {**table, **ours["additional_config"]}
         return ["--speculative-config", json.dumps(speculative), "--additional-config", json.dumps(additional)], rest
 
     def environment(self) -> dict[str, str]:
-        """Return the environment variables that keep vLLM on its cores.
+        """Return the environment variables that give vLLM one thread per core, or bind its workers to their cores.
 
         Empty if vLLM is not pinned, or if the user has bound its workers to cores.
         """
@@ -190,7 +194,7 @@ class VllmServer:
                 continue
 
     def stop(self) -> None:
-        """Ask the server to end, and kill those of its processes that have not ended in time."""
+        """Send SIGTERM to the server, wait up to 30 seconds for its end, and kill the rest of its process group."""
         if self._child is not None:
             self._child.stop(_STOP_S)
 

@@ -50,7 +50,7 @@ class TargetProcess:
         self._child: Child | None = None
 
     def run(self, job: DecodeJob, on_finished: Callable[[int], None] | None = None) -> DecodeResult:
-        """Run a job and return its result; call `on_finished` with the number of requests that have just finished."""
+        """Run a job and return its result; each time requests finish, call `on_finished` with their number."""
         self._send(job)
         while True:
             event = self._receive()

@@ -92,9 +92,9 @@ def report(
     method: Annotated[str, typer.Option(metavar="NAME", help="Method whose losses are listed.")] = DEFAULT_PLANNER,
     title: Annotated[str, typer.Option(metavar="TEXT", help="Title of the report.")] = "Benchmark",
 ) -> None:
-    """Write a report with tables, figures, and where a method loses.
+    """Write a report with tables, figures, and the cases where other methods are faster than --method.
 
-    It is written as Markdown and as one HTML page without other files.
+    Writes Markdown, and one HTML page that needs no other files; also prints the tables.
     """
     with friendly_errors(ResultError, ImportError, OSError):
         read = [read_results(path) for path in results]

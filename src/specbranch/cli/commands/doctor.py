@@ -1,4 +1,4 @@
-"""`specbranch doctor`: show what this machine has, what specbranch would choose and why, and if a pair could start."""
+"""`specbranch doctor`: show this machine's hardware, software and choices for a draft, and if a pair could start."""
 
 from __future__ import annotations
 
@@ -55,10 +55,10 @@ def doctor(
     draft_device: DraftDevice = "auto",
     as_json: AsJson = False,
 ) -> None:
-    """Show what this machine has, and what specbranch would choose on it.
+    """Show this machine's hardware and software, and the device, cores and cache that a draft would get.
 
     With TARGET and --draft it also runs every check that `serve` makes before it loads anything. Each is OK, FAIL or
-    SKIP: what could not be compared is not called OK. Exit code 1: a check failed.
+    SKIP, which means that it could not be made. Exit code 1: a check failed.
     """
     with friendly_errors(SpecBranchError):
         found = {"machine": machine(), "software": software(), "choices": choices(draft, draft_engine, draft_device)}
@@ -108,7 +108,7 @@ def software() -> Section:
 
 
 def choices(draft: str | None, engine: str | None, device: str) -> Section:
-    """Return the section on which engine, device and cores a draft would get on this machine, and why."""
+    """Return the section on the device of a draft on this machine, with the reason, its cores, data type and cache."""
     place = place_draft(device, draft, engine, ParallelLayout()) if draft else _place_any(device)
     cores = divide_cores(place.device)
     free = specbranch_machine.free_host_memory()
@@ -132,7 +132,7 @@ def _findings(target: str | None, draft: str | None, engine: str | None, device:
 
 
 def _place_any(device: str) -> DevicePlacement:
-    """Return where a draft in an engine with GPU support would run with this `--draft-device`.
+    """Return the device, with the reason, of a draft whose engine supports GPUs; `device` is `--draft-device`.
 
     The target is assumed to use one device.
     """

@@ -94,7 +94,7 @@ def draft(
 ) -> None:
     """Run the draft service alone, for targets that are started separately.
 
-    `serve` and `generate` start one by themselves.
+    `serve` and `generate` start a draft service of their own.
     Stop it with Ctrl-C or SIGTERM; targets keep running without it.
     """
     with friendly_errors(EngineError, AddressError, UsageError, ImportError, OSError):

@@ -192,7 +192,7 @@ class _Talk:
     screen: TerminalView | None
 
     def encode(self, messages: Sequence[Message]) -> list[int]:
-        """Return the prompt's tokens; raise `UsageError` if they leave no room for an answer."""
+        """Return the prompt's tokens; raise `UsageError` if there are none, or at least `max_model_len`."""
         target = self.pair.target
         if self.is_raw:
             prompt = target.encode(messages[-1]["content"])
@@ -209,7 +209,7 @@ class _Talk:
         return prompt
 
     def answer(self, prompt: Sequence[int], **sampling: Any) -> StreamedAnswer:
-        """Generate the target's answer and stream it to the view. Ctrl-C stops it after the current step."""
+        """Generate the target's answer, stream it to the view and return it. Ctrl-C stops it after the current step."""
         tokenizer = self.pair.target.llm.get_tokenizer()
         highlighter = DraftHighlighter(lambda ids: str(tokenizer.decode(list(ids), skip_special_tokens=True)))
         waited_s = self.pair.wait_s()

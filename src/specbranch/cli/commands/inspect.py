@@ -32,7 +32,7 @@ _PAUSE_S = 0.5
 
 
 def ping(address: ServiceAddress = None, keys: ServiceKeysDir = None, as_json: AsJson = False) -> None:
-    """Ask a draft service whether it would draft for a target here.
+    """Connect to a draft service as a target would, and print its model, version and round-trip time.
 
     Exit code 0: it answers; 1: it does not.
     """
@@ -78,7 +78,7 @@ def _version(address: str, keys: Path | None) -> str | None:
 
 
 def describe(address: ServiceAddress = None, keys: ServiceKeysDir = None, as_json: AsJson = False) -> None:
-    """Show what a draft service runs: model, engine, cache, limits, and how many targets it serves.
+    """Show the properties of a draft service: model, engine, cache, limits, and the number of its targets.
 
     Exit code 1: it does not answer.
     """
@@ -153,11 +153,11 @@ def drain(
     undo: Annotated[bool, typer.Option("--undo", help="Let it take new texts again.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Let a draft service finish its texts and take no new ones, so that it can be stopped.
+    """Let a draft service finish its sequences and accept no new ones, so that it can be stopped.
 
-    Targets with several draft services send new texts to the others; a target with this one only decodes them without
-    drafts.
-    Exit code 1: it does not answer, or after --wait texts are still in use.
+    Targets with several draft services send new sequences to the others; a target with this one only decodes them
+    without drafts.
+    Exit code 1: it does not answer, or sequences are still in use after --wait.
     """
     with friendly_errors(SpecBranchError, OSError), exit_if_unavailable(address, as_json):
         told = _drain(address, keys, not undo, 0.0 if undo else wait)
@@ -175,7 +175,7 @@ def drain(
 def _drain(address: str, keys: Path | None, is_on: bool, wait_s: float) -> Draining:
     """Ask the service to drain, or with `is_on` False to stop draining, and return its last reply.
 
-    Repeat the request until no text is in use or `wait_s` has passed. Raise `ServiceUnavailable` without a reply.
+    Repeat the request until no sequence is in use or `wait_s` has passed. Raise `ServiceUnavailable` without a reply.
     """
     end_s = time.monotonic() + wait_s
     transport = ZmqTransport(address, client_keys(str(keys) if keys else None))

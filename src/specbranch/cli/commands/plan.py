@@ -1,4 +1,4 @@
-"""`specbranch plan` and `profile`: forecast if drafting pays for a pair here, and measure the cost of a draft step."""
+"""`specbranch plan` and `profile`: forecast the speed of a pair with drafts, and measure the cost of a draft step."""
 
 from __future__ import annotations
 
@@ -91,9 +91,9 @@ def plan(
     record: RecordFile = None,
     as_json: AsJson = False,
 ) -> None:
-    """Measure a pair of models for some minutes, and say whether drafting is worth it.
+    """Measure a pair of models, and forecast how much faster drafting makes the target.
 
-    It times both models, replays real answers in the simulator with every planner,
+    This takes minutes: it times both models, replays real answers in the simulator with every planner,
     and ends with the command to run. On a CPU it times the target in every
     data type that fits, unless --dtype names one. All other flags go to vLLM.
     """
@@ -148,7 +148,10 @@ def plan(
 def _chosen_flags(
     options: PairOptions, device: str, target_cores: str | None, draft_cores: str | None, vllm: dict[str, Any]
 ) -> list[str]:
-    """Return flags of `specbranch serve` for all choices made here that are not the default."""
+    """Return flags of `specbranch serve` for the options that differ from their defaults.
+
+    `vllm` has the user's arguments of `vllm.LLM`; the others are options of `plan`.
+    """
     values = {
         "--draft-device": None if device == "auto" else device,
         "--draft-engine": options.draft.engine,
@@ -282,7 +285,7 @@ def _requests(count: int) -> str:
 
 
 def _without_draft(chosen: Sequence[str]) -> list[str]:
-    """Return the flags without those that only concern a draft."""
+    """Return the flags in `chosen` without those that only concern a draft, and without the values of those."""
     words = list(chosen)
     for flag in ("--draft-device", "--draft-engine", "--draft-dtype", "--draft-cores"):
         if flag in words:

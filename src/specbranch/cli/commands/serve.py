@@ -81,7 +81,7 @@ class _Plan:
         )
 
     def check(self) -> None:
-        """Raise an error for options that would otherwise fail only after models are loaded."""
+        """Check settings, flags and all of `Preflight` before a model loads; raise the first error."""
         if self.is_drafting:
             self.settings()
         self.options("ipc://unused" if self.draft else None)  # raises for flags that this command sets itself
@@ -228,7 +228,7 @@ class _StatusLine:
         return time.monotonic() - self._begin_s
 
     def event(self, line: str) -> None:
-        """Print one line of our own."""
+        """Print one line about the command's own progress, after the word "specbranch:"."""
         self._console.print(f"[bold]specbranch:[/] {escape(line)}", highlight=False, soft_wrap=True)
 
     def progress(self, stage: str) -> None:
@@ -301,7 +301,10 @@ def _failed(server: VllmServer, code: int, status: _StatusLine) -> int:
 
 
 def _watch(server: VllmServer, status: _StatusLine) -> int:
-    """Wait until vLLM, which is ready, ends; return the command's exit code."""
+    """Print that vLLM is ready, wait until it ends, and print its exit code or the cause of its end.
+
+    Return the command's exit code.
+    """
     status.event(f"ready in {status.elapsed_s():.0f} s")
     while (code := server.returncode) is None:
         time.sleep(_POLL_S)

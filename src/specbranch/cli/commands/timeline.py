@@ -1,4 +1,4 @@
-"""`specbranch timeline`: show where the time of a real run went, from the file that the draft service wrote."""
+"""`specbranch timeline`: show how targets and draft spent a run, from the file that the draft service wrote."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def timeline(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show where the time of a run went.
+    """Show how the targets and the draft of a run spent their time.
 
     For each target: how long it computed and waited, how busy the draft was,
     and how often a branch was ready (hit rate).

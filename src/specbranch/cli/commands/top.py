@@ -51,11 +51,11 @@ def top(
         bool, typer.Option("--json", help="Print each reading as a line of JSON, instead of the screen.")
     ] = False,
 ) -> None:
-    """Watch live what drafting does: hits, tokens a round, rolled-back tokens, draft steps, waits.
+    """Show live measures of drafting: hits, tokens a round, rolled-back tokens, draft steps, waits.
 
     Each measure is shown over the last interval and since the start.
     Without a terminal one line is printed for each interval.
-    A service that ends is waited for; stop with Ctrl-C.
+    If the service ends, the command keeps trying to read it; stop with Ctrl-C.
     """
     address = address or default_address()
     with friendly_errors(SpecBranchError, OSError), contextlib.closing(open_source(address, keys)) as source:

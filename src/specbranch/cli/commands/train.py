@@ -70,7 +70,10 @@ def collect(
     batch: Annotated[int, typer.Option(metavar="N", help="Answers that are generated together.", min=1)] = 64,
     device: Device = "cpu",
 ) -> None:
-    """Let the target answer prompts, and record its features and where the draft agrees."""
+    """Let the target answer prompts, and write one training example for each token of the answers.
+
+    An example has the target's hidden states, and the number of next tokens at which the draft agrees.
+    """
     with friendly_errors(UsageError, PromptError, ExamplesError, ImportError, OSError):
         messages = dict(_messages(text) for text in tasks)
         options = CollectOptions(
