@@ -16,7 +16,7 @@ from specbranch.core.planners.specbranch import SpecbranchPlanner
 from specbranch.core.planners.ssd import SsdPlanner
 
 __all__ = [
-    "DEFAULT_PLANNER", "PLANNERS", "Planner", "Predictor", "SettingError", "Settings", "longest_submission",
+    "DEFAULT_PLANNER", "PLANNERS", "Planner", "Predictor", "SettingError", "Settings", "draft_length_limit",
     "make_planner", "planner_names", "register_planner", "setting_names", "suggest",
 ]  # fmt: skip
 
