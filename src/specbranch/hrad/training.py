@@ -92,11 +92,7 @@ def select_inputs(examples: Examples, inputs: Inputs) -> Array:
 
 
 def fit(train: Examples, held_out: Examples, inputs: Inputs, options: FitOptions, on_progress: FitProgress) -> Network:
-    """Train a network on `train`, and return it with the weights of the epoch that has the lowest loss on `held_out`.
-
-    `inputs` is the kind of its input. `on_progress` is called after each epoch with the number of epochs done, the
-    maximum of epochs, and that loss.
-    """
+    """Train a network; return it with the weights of the epoch that had the lowest loss on `held_out`."""
     import torch
     from torch import nn
 
