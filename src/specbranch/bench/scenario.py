@@ -63,8 +63,9 @@ class PromptSet(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class BenchMethod(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One way to decode: our proposer with a planner, vLLM with a `speculative_config` of its own, or bare vLLM.
 
-    A method without a planner runs on `cores`, by default the target's. A planner uses the cores of the target and of
-    the draft; `settings` are the planner's, and the fields after them are settings of our proposer.
+    With a `planner`, vLLM runs on the scenario's `target_cores` and the draft model on its `draft_cores`; `settings`
+    are the planner's, and `predictor`, `is_gated`, `pad` and `rule` are settings of our proposer. A method without a
+    planner runs on `cores`, by default the `target_cores`.
     """
 
     name: str

@@ -66,7 +66,7 @@ class LocalPairOptions:
 
     @property
     def is_drafting(self) -> bool:
-        """Whether there is a draft, to be started or already running."""
+        """Whether a draft model is used, in a draft service to be started here or in one that runs already."""
         return self.draft is not None or self.remote is not None
 
     def settings(self, more: Mapping[str, Any]) -> ProposerSettings:
@@ -97,7 +97,7 @@ class LocalPair:
         self.target.configure(self._settings())
 
     def wait_s(self) -> float:
-        """Return the seconds that the target waited for drafts since its planner last changed; 0 without a draft."""
+        """Return the seconds that the target waited for drafts since its planner last changed; 0 without drafts."""
         return self.target.proposer_counts().get("wait_s", 0.0) if self._options.is_drafting else 0.0
 
     def __enter__(self) -> LocalPair:
@@ -145,7 +145,7 @@ class LocalPair:
 
 
 def shared_cores(options: LocalPairOptions) -> tuple[int, ...] | None:
-    """Return all cores of target and draft, on which a target without a draft runs in a fair comparison.
+    """Return all cores of target and draft: for a fair comparison, a target without a draft model runs on all of them.
 
     Return None if the target runs on a GPU, or if the cores of the target or the draft are not given.
     """
@@ -158,7 +158,7 @@ def shared_cores(options: LocalPairOptions) -> tuple[int, ...] | None:
 def answer_alone(
     options: LocalPairOptions, cores: Sequence[int], prompt: Sequence[int], sampling: Mapping[str, Any]
 ) -> StreamedAnswer:
-    """Load vLLM without a draft in a process of its own on `cores`, and return its answer after a short warm-up.
+    """Load vLLM without drafts in a process of its own on `cores`, and return its answer after a short warm-up.
 
     `prompt` has the prompt's tokens, `sampling` the arguments of `vllm.SamplingParams`.
     """
@@ -191,7 +191,8 @@ def compare_answers(answer: StreamedAnswer, plain: StreamedAnswer) -> dict[str, 
 def comparison_line(answer: StreamedAnswer, plain: StreamedAnswer, cores: Sequence[int] | None, is_greedy: bool) -> str:
     """Return one line that compares an answer with the answer without drafts (`plain`).
 
-    `cores` are those on which `plain` was made; None if the loaded target made it. Tokens are compared if `is_greedy`.
+    `cores` are the cores on which a target loaded anew generated `plain`; None if the target that generated `answer`
+    also generated `plain`. Without `is_greedy` the line compares only the speeds, not the tokens.
     """
     found = compare_answers(answer, plain)
     place = f" on the same {name_cores(cores)}" if cores else ""

@@ -15,7 +15,7 @@ from itertools import islice
 from specbranch.core.distribution import Distribution
 
 _RATE = 0.2  # learning rate of a line
-_RANKS = 8  # further ranks are learned as one
+_RANKS = 8  # further ranks use the correction of the last one
 _PRIOR = 4.0  # weight of the assumption before any verdict, in observations
 _MIN_DOUBT = 1e-4  # confidence is limited to values this far from 0 and from 1
 _KEPT_PRIOR = 0.5, 1.2  # initial slope and shift: at a confidence of 0.56, 0.79 of the sampled tokens are accepted
@@ -51,10 +51,13 @@ class _LogisticFit:
 
 
 class _RankFrequencies:
-    """Learns how likely each other token of a distribution is right when the token `first` was wrong.
+    """Learns how likely a token of a draft's distribution is right if the token `first`, which was proposed, was wrong.
 
-    The probability is learned by rank: the token's place among these other tokens, the likeliest first. Each new
-    observation multiplies the weight of the earlier ones by `keep`.
+    A token is right if the target emits it; `first` is the distribution's likeliest token or one sampled from it. The
+    distribution without `first`, scaled to a sum of 1, gives a probability for each other token. It is multiplied by a
+    factor for the token's rank, its place among these other tokens with the likeliest first: how often tokens of this
+    rank were right, divided by how often the distributions predicted it. Each observation multiplies the weight of
+    earlier ones by `keep`.
     """
 
     def __init__(self, keep: float) -> None:

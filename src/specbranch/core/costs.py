@@ -115,12 +115,12 @@ class TokensPerStep:
 
 
 class TargetTimeModel:
-    """Learns the times of a target's steps, with and without drafts, and derives from them the price of a draft token.
+    """Learns the times of a target's steps, with and without drafts, and estimates what verifying draft tokens costs.
 
     The first draft token of a step may cost more than the next one, because a matrix product with one row runs another
     kernel than a product with several rows. So steps with drafts and steps without are fitted by separate lines. While
-    no drafts are submitted their price fades, by half every `half_life` steps, so that drafts are tried again later. It
-    fades faster if few steps with drafts were measured.
+    no drafts are submitted the estimated cost fades, by half every `half_life` steps, so that drafts are tried again
+    later. It fades faster if few steps with drafts were measured.
 
     `observe` updates all public values:
 
@@ -128,8 +128,8 @@ class TargetTimeModel:
     - `per_token_s`: time that each draft token adds to a step.
     - `entry_s`: extra time of a step with drafts, beyond `per_token_s` for each draft token, divided by its sequences.
     - `min_accept_prob`: the acceptance probability below which a further draft token is not worth verifying. The
-      time to verify it is priced at the tokens that the whole batch would emit in that time: 0 if verifying is free.
-    - `min_gain`: how many tokens a submission must be expected to gain, after subtracting the price of each token.
+      time to verify it counts as the tokens that the whole batch would emit in it: 0 if verifying takes no time.
+    - `min_gain`: how many tokens a submission must be expected to gain, less `min_accept_prob` for each of its tokens.
     """
 
     def __init__(self, half_life: float = 256.0) -> None:
@@ -142,7 +142,11 @@ class TargetTimeModel:
         self._update_prices()
 
     def observe(self, num_rows: int, num_submitted: int, step_s: float, num_committed: int = 0) -> None:
-        """Add one step with `num_rows` sequences, and update the prices; token numbers are sums over all sequences."""
+        """Add one measured step of the target, and update the estimates of what verifying draft tokens costs.
+
+        The step had `num_rows` sequences and took `step_s` seconds. `num_submitted` draft tokens were verified in it,
+        and it committed `num_committed` tokens; both numbers are sums over all sequences.
+        """
         tokens = num_rows + num_submitted
         self._num_rows = num_rows
         self._num_steps += 1
@@ -159,7 +163,11 @@ class TargetTimeModel:
 
     @property
     def cost(self) -> StepCost | None:
-        """The line fitted to all steps, with or without drafts, over their tokens; None before the first step."""
+        """The step time as a linear function of the tokens in the step, which takes the place of rows in `StepCost`.
+
+        These are the draft tokens of all sequences and one more token for each sequence. The line is fitted to all
+        steps, with and without drafts. None before the first step.
+        """
         return self._all.cost
 
     def _update_prices(self) -> None:
@@ -193,9 +201,10 @@ class PairModel:
     history: OutputHistory = field(default_factory=OutputHistory)
 
     def observe_step(self, num_rows: int, num_submitted: int, num_committed: int, step_s: float) -> None:
-        """Add one measured step with `num_rows` sequences to the target's model, and update its prices.
+        """Add one measured step of the target to its model, and update the estimates of what verifying costs.
 
-        The numbers of tokens are sums over all sequences of the step.
+        The step had `num_rows` sequences and took `step_s` seconds. `num_submitted` draft tokens were verified in it,
+        and it committed `num_committed` tokens; both numbers are sums over all sequences.
         """
         self.target.observe(num_rows, num_submitted, step_s, num_committed)
 

@@ -43,7 +43,12 @@ class Draft:
 
 @dataclass(slots=True)
 class Round:
-    """The state of one sequence between two verdicts. The target waits until a chain, perhaps empty, is submitted."""
+    """The state of one sequence between two verdicts.
+
+    A verdict is the target's result of verifying a chain of draft tokens: how many of them it accepted, and its own
+    token after them. In each round one chain, perhaps an empty one, is submitted for verification. Until then the
+    target may wait for it, but not beyond its deadline.
+    """
 
     index: int
     tree: Tree
@@ -55,13 +60,13 @@ class Round:
 
     @property
     def is_waiting(self) -> bool:
-        """Whether the target waits for a submission."""
+        """Whether no chain has been submitted in this round yet, so that the target may wait for one."""
         return self.tree.submitted is None
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """How many submitted tokens the target accepted, and the target's own token after them."""
+    """The target's result of verifying a chain: how many submitted tokens it accepted, and its own token after them."""
 
     accepted: int
     next_token: int

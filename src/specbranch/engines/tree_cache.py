@@ -60,10 +60,12 @@ class TreeCache:
     def rows_for(
         self, tokens: Sequence[int], tree: Tree, nodes: Sequence[Node], prefill_chunk: int = 1 << 30
     ) -> list[EngineRow]:
-        """Return the rows that run `nodes`, or fewer if no handle is free; open, fork and close handles as needed.
+        """Return engine rows that run `nodes` in their order; open, fork and close handles as needed.
 
-        `tokens` is the committed sequence, of which a row feeds at most `prefill_chunk` tokens. If `nodes` has a node
-        later than its parent, both run in one row.
+        The rows end before the first node for which the engine has no free handle. As long as no handle holds the root,
+        only the root and a chain of `nodes` right below it are run, and in a chunk that ends before the root no node.
+        `tokens` is the committed sequence, of which a row feeds at most `prefill_chunk` tokens. If a node is followed
+        by a child of it in `nodes`, the first such child runs in the same row.
         """
         self._reattach(tokens, tree)
         if nodes and not self._tips:

@@ -208,7 +208,7 @@ def _differences(greedy: Greedy, ones: Sequence[Reply], others: Sequence[Reply])
 
 
 def _excerpt(reply: Reply, character: int) -> str:
-    """Return some characters of an answer from index `character` on, or its finish reason if the answer ends there."""
+    """Return at most 24 characters of an answer from index `character` on; its finish reason if it ends there."""
     return reply.text[character : character + _EXCERPT_LEN] or f"(end: {reply.finish_reason})"
 
 

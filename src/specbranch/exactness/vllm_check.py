@@ -83,7 +83,7 @@ class CheckOptions:
     predictor: str = "confidence"
 
     def settings(self, address: str) -> ProposerSettings:
-        """Return the proposer's settings for a draft service at `address`, with the first planner."""
+        """Return the proposer's settings for a draft service at `address`, with the first of the check's `planners`."""
         ours = {
             "address": address,
             "is_gated": False,

@@ -127,7 +127,7 @@ def positions(answer: Answer) -> tuple[Array, Array, Array]:
 
 
 def write_part(directory: Path, number: int, arrays: dict[str, Array]) -> None:
-    """Write the arrays of one part of a collection to its file, completely or not at all."""
+    """Write the arrays of part `number` of a collection to its file (`part_path`), completely or not at all."""
     from safetensors.numpy import save_file
 
     path = part_path(directory, number)
@@ -137,12 +137,15 @@ def write_part(directory: Path, number: int, arrays: dict[str, Array]) -> None:
 
 
 def part_path(directory: Path, number: int) -> Path:
-    """Return the path of the file with the examples of a part."""
+    """Return the path of the file with the examples of part `number` of the collection in `directory`.
+
+    A part is one batch of prompts; parts are numbered from 0.
+    """
     return directory / f"part-{number:04}.safetensors"
 
 
 def trace_path(directory: Path, number: int) -> Path:
-    """Return the path of the trace with the answers of a part."""
+    """Return the path of the trace with the target's answers to the prompts of part `number` (see `part_path`)."""
     return part_path(directory, number).with_suffix(_TRACE_SUFFIX)
 
 

@@ -79,8 +79,8 @@ class Network:
 def select_inputs(examples: Examples, inputs: Inputs) -> Array:
     """Return the input of a network for these examples as float32, [n, d_in].
 
-    `inputs` names its kind: `features` of the target, `confidence` for three numbers that describe the draft's
-    distribution of the next token, or `both`.
+    `d_in` is the length of one input. `inputs` names its kind: `features` of the target, `confidence` for three numbers
+    that describe the draft's distribution of the next token, or `both`.
     """
     confidence, second, entropy = examples.distributions.T
     odds = np.log(np.clip(confidence, 1e-4, 1 - 1e-4) / np.clip(1 - confidence, 1e-4, 1))
@@ -143,7 +143,10 @@ def fit(train: Examples, held_out: Examples, inputs: Inputs, options: FitOptions
 
 @dataclass(frozen=True, slots=True)
 class _Whitening:
-    """A transformation of a network's inputs: subtract the mean, multiply by `scale`, project to fewer directions."""
+    """A transformation of a network's inputs: subtract the mean, multiply by `scale`, project to fewer directions.
+
+    An input has `d_in` numbers before and `d_seen` after it.
+    """
 
     inputs: Inputs
     mean: Array  # [d_in]
@@ -151,7 +154,10 @@ class _Whitening:
     directions: Array  # [d_in, d_seen]
 
     def transform(self, examples: Examples, rows: int = 4096) -> Array:
-        """Return the whitened inputs of examples, [n, d_seen]."""
+        """Return the whitened inputs of n examples, [n, d_seen]; `d_seen` is the number of directions.
+
+        At most `rows` examples are transformed at a time, to limit memory.
+        """
         parts = [examples.take(slice(start, start + rows)) for start in range(0, len(examples), rows)]
         return np.concatenate(
             [(select_inputs(part, self.inputs) - self.mean) * self.scale @ self.directions for part in parts]
@@ -225,7 +231,12 @@ class Score:
 
 
 def score(chances: Array, classes: Array) -> Score:
-    """Return the score of predicted class probabilities `chances` [n, 3] against the true classes [n]."""
+    """Return how well predicted probabilities match the true classes of n examples.
+
+    The metrics are accuracy, macro F1, log loss, calibration error, the confusion matrix, and confidence and accuracy
+    in bins of confidence. `chances` [n, 3] has the probability predicted for each class, and the predicted class is the
+    likeliest. `classes` [n] has the true ones: 0, 1 or 2 if no, some or all tokens of the window were accepted.
+    """
     foreseen = chances.argmax(-1)
     confusion = np.zeros((3, 3), dtype=int)
     np.add.at(confusion, (classes, foreseen), 1)

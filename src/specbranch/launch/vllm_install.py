@@ -78,7 +78,7 @@ def target_on_cpu() -> bool:
 
 
 def _has_driver() -> bool:
-    """Return whether an accelerator's driver is present, even if no GPU was counted, as in some containers."""
+    """Return whether /dev has a file of an accelerator's driver; some containers have one although no GPU is found."""
     return any(any(_DEVICES.glob(name)) for name in _DRIVERS)
 
 

@@ -35,7 +35,9 @@ _PEARL = "gamma: the PEARL authors' scripts{}; c = gamma, as both papers choose 
 class ModelPair:
     """A draft and a target: their speed ratio c, draft length gamma, acceptance rate, and the source of the figures.
 
-    `row_cost` is the time of each further row of a draft step, as a share of a step with one row.
+    `c` is the time of a target step divided by that of a draft step, and `acceptance` the probability that the target
+    accepts a draft token. `row_cost` is the time of each further row of a draft step, as a share of a step with one
+    row.
     """
 
     name: str
@@ -50,6 +52,7 @@ class ModelPair:
 def pearl_emitted(acceptance: float, gamma: int) -> float:
     """Return how many tokens the method PEARL emits per round, computed from its two-state Markov chain.
 
+    `acceptance` is the probability that the target accepts a draft token, `gamma` the number of draft tokens per round.
     A round in the state pre-verify yields one token, and post-verify follows if the draft had predicted that token. A
     round in post-verify yields the accepted tokens and a correction, at most gamma tokens, and post-verify follows only
     if all gamma tokens were right.
@@ -61,7 +64,12 @@ def pearl_emitted(acceptance: float, gamma: int) -> float:
 
 
 def pearl_speed(acceptance: float, gamma: int, c: float) -> float:
-    """Return the speed of PEARL divided by that of plain decoding, if both models run in lock step."""
+    """Return how many times as fast as plain decoding the method PEARL is.
+
+    `acceptance` is the probability that the target accepts a draft token, `gamma` the number of draft tokens per round,
+    and `c` the time of a target step divided by that of a draft step. In a round the draft generates gamma tokens while
+    the target runs one step, and the next round begins when both have ended.
+    """
     return pearl_emitted(acceptance, gamma) * c / max(gamma, c)
 
 

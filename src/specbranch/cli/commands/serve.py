@@ -58,7 +58,7 @@ _KILLED = 130
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Plan:
-    """All options of the command, before anything starts. Without a local or remote draft, vLLM runs bare."""
+    """All options of the command, before anything starts. Without a local or remote draft model, vLLM runs bare."""
 
     target: str
     draft: DraftServiceOptions | None
@@ -89,7 +89,7 @@ class _Plan:
 
     @property
     def is_drafting(self) -> bool:
-        """Whether there is a draft, to be started or already running."""
+        """Whether a draft model is used, in a draft service to be started here or in one that runs already."""
         return self.draft is not None or self.remote is not None
 
     def settings(self) -> ProposerSettings:

@@ -134,7 +134,12 @@ def _require_dense(options: EngineOptions) -> None:
 
 
 def _source(model: str) -> tuple[str, dict[str, Any]]:
-    """Return the source and the arguments for `load_model` to load a model from a path, a GGUF file or the hub."""
+    """Return the arguments with which `load_model` loads a model: its source, and a dict of keyword arguments.
+
+    `model` is a directory, a GGUF file, a directory with one GGUF file, or a name on the Hugging Face hub. A path may
+    be given below $SPECBRANCH_MODELS. For a GGUF file the dict names the file and asks for dequantized weights; else it
+    is empty. Raise `EngineError` for a directory with several GGUF files and no `config.json`.
+    """
     path = local_model(model)
     if path is None:
         return model, {}

@@ -127,7 +127,7 @@ class BatchRow:
 
 
 def v1_rows(runner: Any, sampled: Sequence[Sequence[int]], lengths: Array, table: Array) -> list[BatchRow]:
-    """Return the rows of V1's batch after a step that sampled the tokens `sampled`, one list for each row.
+    """Return the rows of Model Runner V1's batch after a step that sampled the tokens `sampled`, one list for each row.
 
     `table` holds the tokens of all rows, `lengths` how many of them each row has. Rows with a LoRA adapter or with
     images get a `skip_cause`, because the draft model knows neither, and so do rows sampled with a seed (`is_seeded`).
@@ -161,10 +161,12 @@ def v2_rows(
     texts: Sequence[tuple[Array, int]],
     samplings: Mapping[int, RequestSampling],
 ) -> list[BatchRow]:
-    """Return the rows of V2's batch after a step, with a `skip_cause` for the same reasons as in `v1_rows`.
+    """Return the rows of Model Runner V2's batch after a step.
 
     `names` are the ids of the requests, `slots` their indices in the runner's states, and `texts` has each row's tokens
-    and how many are new. `samplings` has, by row index, the parameters of rows whose draft tokens may be sampled.
+    and how many are new. `samplings` has, by row index, the sampling parameters of rows whose draft tokens may be
+    sampled. Rows with a LoRA adapter or with images get a `skip_cause`, because the draft model knows neither, and so
+    do rows sampled with a seed (`is_seeded`). If the runner is None, no row has a cause and all count as sampled.
     """
     known: list[tuple[str | None, bool]] = [(None, True)] * len(names)
     if runner is not None:
@@ -288,7 +290,7 @@ def _step_info(scheduler_output: Any) -> StepInfo:
 
 
 def is_warmup(names: Sequence[str]) -> bool:
-    """Return whether all these ids belong to the requests with which V2's runner compiles its kernels at start."""
+    """Return whether all these ids belong to the requests with which Model Runner V2 compiles its kernels at start."""
     return all(name.startswith(_WARMUPS) for name in names)
 
 
@@ -437,12 +439,15 @@ def check_context_parallelism(vllm_config: Any) -> None:
 
 
 def has_adaptive_verification(vllm_config: Any) -> bool:
-    """Return whether vLLM chooses how many draft tokens of each row it verifies, by the confidence that we state."""
+    """Return whether vLLM chooses for each row how many of its draft tokens to verify.
+
+    It then chooses by the confidence that the proposer reports for each draft token.
+    """
     return bool(vllm_config.speculative_config.enable_adaptive_verification)
 
 
 def is_any_sampled(runner: Any, input_batch: Any) -> bool:
-    """Return whether any row of V2's batch is sampled (not greedy); False if that cannot be read."""
+    """Return whether any row of Model Runner V2's batch is sampled (not greedy); False if that cannot be read."""
     try:
         return bool((runner.sampler.sampling_states.temperature.np[input_batch.idx_mapping_np] > 0).any())
     except AttributeError as error:

@@ -236,7 +236,7 @@ def _rows(output: Any, positions: Any) -> Any:
 
 @dataclass(slots=True)
 class HradCounts:
-    """Counters of a trained predictor: predictions made, steps in which it failed, and the time that it took."""
+    """Counters of a trained predictor: predictions (hints) made, steps in which it failed, and the time it took."""
 
     hints: int = 0
     hint_faults: int = 0  # steps
@@ -244,7 +244,11 @@ class HradCounts:
 
 
 class HradRunner:
-    """Runs a trained predictor on a target's features. It never raises: a step in which it fails gets no hints."""
+    """Runs a trained predictor of how many of the next draft tokens the target accepts: none, some or all.
+
+    It reads the target's hidden states, which `feature_hook` records. It never raises: if it fails in a step, there are
+    no predictions (hints) for this step.
+    """
 
     def __init__(self, hrad: Hrad, feature_hook: FeatureHook, clock: Callable[[], float] = time.perf_counter) -> None:
         self.feature_hook = feature_hook
@@ -253,10 +257,10 @@ class HradRunner:
         self.counts = HradCounts()
 
     def predict(self, sampled: Sequence[Sequence[int]], rows: Sequence[int]) -> dict[int, AcceptanceHint]:
-        """Predict how much of the next draft of each of `rows` the target accepts; return the hints by row index.
+        """Predict for each of `rows` whether the target will accept none, some or all of the next draft tokens.
 
-        `rows` are indices of rows of the last step, `sampled` the tokens that it sampled for each row of the batch.
-        Return {} if the prediction fails.
+        Return the hints by row index. `rows` are indices of rows of the last step, `sampled` the tokens that it sampled
+        for each row of the batch. Return {} if the prediction fails.
         """
         if not rows:
             return {}
@@ -277,7 +281,9 @@ class HradRunner:
 
 
 class TrainedPredictor:
-    """The trained acceptance predictor that the settings name, if any: loaded from disk and attached to the target.
+    """The trained predictor that the settings name, if any: loaded from disk and attached to the target.
+
+    It predicts how many of the next draft tokens the target accepts: none, some or all.
 
     Every worker creates an instance. Only the worker whose drafts vLLM uses runs the predictor; the other workers
     contribute their shards of the embedding table.
@@ -322,9 +328,10 @@ class TrainedPredictor:
             self.runner = self._attach(self.hrad)
 
     def predict(self, rows: Sequence[BatchRow], asked: Sequence[int]) -> dict[int, AcceptanceHint]:
-        """Predict how much of the next draft of each row in `asked` the target accepts; return the hints by row index.
+        """Predict for each row in `asked` whether the target will accept none, some or all of the next draft tokens.
 
-        `rows` are all rows of the last step, `asked` are indices into `rows`. Return {} without a predictor.
+        Return the hints by row index. `rows` are all rows of the last step, `asked` are indices into `rows`. Return {}
+        without a predictor, or if the prediction fails.
         """
         if self.runner is None:
             return {}

@@ -175,10 +175,11 @@ class Speculator:
         return drafts
 
     def _read_samplings(self, input_batch: Any) -> tuple[bool, dict[int, RequestSampling]]:
-        """Return whether any row is sampled, and the sampling parameters of rows that may get sampled draft tokens.
+        """Return whether any row is sampled (not greedy), and how those rows sample whose draft tokens may be sampled.
 
-        The parameters are by row index. The result is the same on all ranks: (False, {}) if no draft token may be
-        sampled.
+        The second value has their sampling parameters by row index. The result is (False, {}) if all rows are greedy,
+        if the settings do not ask for rejection sampling, if the distributions would take too much memory, or if vLLM's
+        runner is not known yet. It is the same on all ranks.
         """
         if self._logits is None or self._runner is None or not self._core.uses_rejection:
             return False, {}

@@ -115,10 +115,14 @@ class Gate:
         return is_open
 
     def observe(self, num_rows: int, num_tokens: int, step_s: float, has_drafts: bool = True) -> None:
-        """Add a step that only decoded to the measurements of its load, and decide again if these are complete.
+        """Add one finished step to the measurements, and switch drafts on or off if enough steps were measured.
 
-        The step must have run as `is_open` last returned. `num_tokens`: new tokens of all rows together; `has_drafts`:
-        the step verified drafts.
+        Call this only for a step in which no row was in prefill, and before `is_open` is called for the next step. The
+        step counts as one with drafts if `is_open` last returned True. It is not measured if that answer has changed
+        lately, if the first drafts are still awaited, or if drafts are switched otherwise for its number of rows.
+
+        The step had `num_rows` rows and took `step_s` seconds. `num_tokens` is the number of new tokens of all rows
+        together, and `has_drafts` is whether the step verified draft tokens.
         """
         load = self._load(num_rows)
         self._since_change += 1

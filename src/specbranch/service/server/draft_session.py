@@ -97,12 +97,12 @@ class DraftSession:
 
     @property
     def is_paused(self) -> bool:
-        """Whether a target that decoded the sequence has since left it out of more than 4 steps: drafting pauses."""
+        """Whether drafting pauses, because a target that decoded the sequence has left it out of more than 4 steps."""
         return self.has_verdict and self.client.steps - self._last_step > _MAX_MISSED_STEPS
 
     @property
     def is_idle(self) -> bool:
-        """Whether the target has left the sequence out of more than 32 steps, so that its request has likely ended."""
+        """Whether the request has likely ended, because the target has left the sequence out of more than 32 steps."""
         return self.client.steps - self._last_step > _IDLE_STEPS
 
     def is_active(self, now_s: float) -> bool:
@@ -119,7 +119,10 @@ class DraftSession:
 
     @property
     def is_far_behind(self) -> bool:
-        """Whether more than 32 tokens are left to prefill, as after a loss of the cache: no target should wait then."""
+        """Whether no target should wait for a draft, because more than 32 tokens are left to prefill.
+
+        This is so after a loss of the cache, for example.
+        """
         with self.lock:
             return self.num_unprefilled > _MAX_UNPREFILLED
 
@@ -135,7 +138,7 @@ class DraftSession:
             return True
 
     def touch(self, client: ClientActivity) -> None:
-        """Record that `client` has just opened the sequence or sent a verdict on it; it gets the pushed drafts."""
+        """Record that `client` has just opened the sequence or sent a verdict on it; it will get the pushed drafts."""
         self.client, self._last_step = client, client.steps
 
     def close_handles(self) -> None:
@@ -182,7 +185,7 @@ class DraftSession:
         return outcomes
 
     def propose(self) -> Draft | None:
-        """Submit a draft and return it; None if the target should wait for it: the state is then TARGET_WAITING.
+        """Submit a draft and return it; or set the state TARGET_WAITING and return None if the target should wait.
 
         If a long prefill comes first, no target waits, and the draft is that of `propose_without_waiting`. The state
         changes under the lock, so a draft step that ends meanwhile notifies the lookup thread only after the change.

@@ -62,7 +62,7 @@ class EventSink:
     def before_commit(self, session: DraftSession, row: StepRow) -> PreVerdictState | None:
         """Return the state that `after_commit` needs, None if it needs none. Call this before a verdict is committed.
 
-        Also keep a copy of the draft tree for `arrived`, if there is a timeline that still takes trees.
+        Also keep a copy of the draft tree for `arrived`, if there is a timeline and it has room for more trees.
         """
         if not session.is_draftable:
             return None
@@ -112,8 +112,8 @@ class EventSink:
     def drafted(self, feeds: Sequence[tuple[DraftSession, EngineRow]], start_s: float, end_s: float) -> None:
         """Record a draft step in the timeline, before its distributions are put into the trees.
 
-        `feeds` are the rows of the step, each with its session.
-        The step counts as prefill if a row only prefills, or if its session has run no row before.
+        `feeds` are the rows of the step, each with its session. The step counts as prefill if it has a row that only
+        prefills, or one of a session that has run no row before.
         """
         if self._timeline is not None:
             num_tokens = sum(len(feed.row.tokens) for _, feed in feeds)

@@ -319,7 +319,10 @@ class FaultGuard:
 
     @contextlib.contextmanager
     def guard(self, session: DraftSession) -> Iterator[None]:
-        """Drop the session if the block raises an exception, and go on after the block."""
+        """Return a context manager for work on a session.
+
+        If its block raises an `Exception`, it records the exception, drops the session, and suppresses the exception.
+        """
         try:
             yield
         except Exception as error:

@@ -123,10 +123,10 @@ class OtherRows(Struct, array_like=True, frozen=True, forbid_unknown_fields=True
 
 
 class StepRequest(Struct, tag="step", array_like=True, frozen=True, forbid_unknown_fields=True):
-    """One engine step, all its sequences in one message. The reply may take up to `wait_ms`.
+    """One engine step: all its sequences that the service drafts for. The reply may take up to `wait_ms`.
 
-    There is no reply if every row has a prefetched draft. `step_us` is how long the step took, if it decoded only these
-    rows and the rows counted in `beside`; 0 if nothing can be learned from it.
+    The service sends no `DraftReply` if every row has a prefetched draft. `step_us` is how long the step took, if it
+    decoded only these rows and the rows counted in `beside`; 0 if nothing can be learned from it.
     """
 
     round: Round
@@ -170,7 +170,10 @@ class PrefetchPush(Struct, tag="ahead", array_like=True, frozen=True, forbid_unk
 
 
 class OpenSequences(Struct, tag="open", array_like=True, frozen=True, forbid_unknown_fields=True):
-    """Whole sequences to draft for, and their planner. There is no reply, but `Draining` if they are declined."""
+    """Whole sequences to draft for, with their planner, its settings, and the predictor of acceptance.
+
+    The service replies only if it declines them, with `Draining`, or cannot serve the message, with `ErrorReply`.
+    """
 
     namespace: Namespace
     planner: ShortString
