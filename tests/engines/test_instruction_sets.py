@@ -56,7 +56,7 @@ def environment(limit: str) -> dict[str, str]:
 def test_eight_bits_are_right_with_fewer_instructions(limit: str) -> None:
     """What other modules test without a limit: conformance, nearness to the whole model, no sum that is lost."""
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/engines/torch/test_linear.py"]
-    command += ["tests/engines/torch/test_engine.py", "-k", "Int8 or WeightOnly or eight_bits or fused or test_int8"]
+    command += ["tests/engines/torch/test_engine.py", "-k", "Onednn or WeightOnly or eight_bits or fused or test_int8"]
     done = subprocess.run(command, cwd=ROOT, env=environment(limit), capture_output=True, text=True, check=False)
 
     assert done.returncode == 0, done.stdout[-4000:]

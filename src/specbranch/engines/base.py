@@ -31,7 +31,7 @@ class EngineInfo:
     max_tokens: int  # tokens in the cache; shared ones count once
     idle_cache_tokens: int = 1 << 30  # tokens of idle sessions that may stay in the cache without slowing active ones
     dtype: str = ""  # of the weights, if known
-    weight_bytes: int | None = None  # size of the weights, which each step must read; None if unknown
+    weight_bytes: int | None = None  # of the weights that a step of one row reads; None if unknown
     vocab_fingerprint: bytes = b""  # from `vocabulary.read_fingerprint`; if empty, targets compare only sizes
 
 

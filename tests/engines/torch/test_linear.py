@@ -2,17 +2,50 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
 
 torch = pytest.importorskip("torch", reason="the torch engine needs torch")
 
-from specbranch.engines.torch.linear import PACKED, Int8Linear, QuantizedLinear, can_int8, sums_overflow
+from specbranch.engines.torch import linear as linear_module
+from specbranch.engines.torch.int8_kernel import Int8Product
+from specbranch.engines.torch.linear import (
+    Int8Linear,
+    QuantizedLinear,
+    WeightOnlyLinear,
+    can_int8,
+    max_kernel_rows,
+    sums_overflow,
+)
 
 pytestmark = pytest.mark.skipif(not can_int8(), reason="this build of torch has no int8 kernels")
-KINDS = list(PACKED.values())
-MAX_APART = {"Int8Linear": 0.02, "WeightOnlyLinear": 0.01}  # relative, over all outputs
+MAX_APART = {"Onednn": 0.02, "Kernel": 0.02, "Both": 0.02, "WeightOnlyLinear": 0.01}  # relative, over all outputs
+
+
+class Onednn(Int8Linear):
+    """All rows by oneDNN."""
+
+    def __init__(self, *linears: Any) -> None:
+        super().__init__(*linears, max_rows=0)
+
+
+class Kernel(Int8Linear):
+    """All rows by our own kernel."""
+
+    def __init__(self, *linears: Any) -> None:
+        super().__init__(*linears, max_rows=1 << 30)
+
+
+class Both(Int8Linear):
+    """Few rows by our own kernel, more rows by oneDNN."""
+
+    def __init__(self, *linears: Any) -> None:
+        super().__init__(*linears, max_rows=4)
+
+
+KINDS = [Onednn, Kernel, Both, WeightOnlyLinear]
 
 
 def plain(num_inputs: int, num_outputs: int, seed: int = 0) -> Any:
@@ -66,7 +99,7 @@ def test_layers_of_one_input_are_joined_and_added_to_what_is_there(kind: type[Qu
     assert apart(found - residual, torch.cat((one(rows), other(rows)), dim=-1)) < MAX_APART[kind.__name__]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [Onednn, Kernel, WeightOnlyLinear])
 def test_a_row_is_the_same_whatever_is_beside_it(kind: type[QuantizedLinear]) -> None:
     packed = kind(plain(256, 320))
     rows = torch.randn(9, 256) * torch.logspace(-3, 3, 9)[:, None]
@@ -81,7 +114,7 @@ def test_the_largest_sums_are_not_lost() -> None:
     """Without VNNI, weights of 8 bits would lose half of it."""
     linear, rows = ones()
 
-    assert apart(Int8Linear(linear)(rows), linear(rows)) < 1e-3
+    assert apart(Onednn(linear)(rows), linear(rows)) < 1e-3
 
 
 def test_weights_of_eight_bits_are_used_exactly_where_sums_are_whole(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -90,4 +123,33 @@ def test_weights_of_eight_bits_are_used_exactly_where_sums_are_whole(monkeypatch
     overflows = sums_overflow()
     monkeypatch.setattr("specbranch.engines.torch.linear.sums_overflow", lambda: False)
 
-    assert (apart(Int8Linear(linear)(rows), linear(rows)) > 0.1) == overflows
+    assert (apart(Onednn(linear)(rows), linear(rows)) > 0.1) == overflows
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_norm_may_come_before_it(kind: type[QuantizedLinear]) -> None:
+    linear = plain(256, 96)
+    rows, weight = torch.randn(5, 256) * torch.logspace(-2, 2, 5)[:, None], torch.rand(256) + 0.5
+
+    found = kind(linear).after_norm(rows, weight, 1e-6)
+
+    normed = rows / (rows.pow(2).mean(dim=-1, keepdim=True) + 1e-6).sqrt() * weight
+    assert apart(found, linear(normed)) < MAX_APART[kind.__name__]
+
+
+@pytest.mark.parametrize(
+    ("own_ms", "onednn_ms", "wanted"),
+    [
+        ({1: 9, 8: 9, 64: 9}, 1, 0),  # oneDNN is faster
+        ({1: 1, 8: 1, 64: 1}, 9, 1 << 30),
+        ({1: 1, 8: 1, 64: 20}, 5, 16),  # oneDNN is faster for many rows
+    ],
+)
+def test_the_faster_product_is_chosen_by_time(
+    monkeypatch: pytest.MonkeyPatch, own_ms: dict[int, int], onednn_ms: int, wanted: int
+) -> None:
+    monkeypatch.setattr(linear_module, "_SAMPLE", (1, 64, 64))
+    monkeypatch.setattr(Int8Product, "__call__", lambda self, rows, *_: time.sleep(own_ms[len(rows)] / 1000))
+    monkeypatch.setattr(linear_module, "_int8_product", lambda *_: time.sleep(onednn_ms / 1000))
+
+    assert max_kernel_rows.__wrapped__() == wanted

@@ -9,7 +9,7 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="the torch engine needs torch")
 
-from specbranch.engines.torch.linear import PACKED, Int8Linear, can_int8, sums_overflow
+from specbranch.engines.torch.linear import PACKED, Int8Linear, can_int8, max_kernel_rows, sums_overflow
 from specbranch.engines.torch.loading import ROWS, fastest_dtype
 
 pytestmark = pytest.mark.skipif(not can_int8(), reason="this build of torch has no int8 kernels")
@@ -56,11 +56,15 @@ def test_a_dtype_that_this_torch_only_names_is_left_out(model: Any, monkeypatch:
         raise NotImplementedError("no such kernel")
 
     monkeypatch.setattr(torch.ops.onednn, "qlinear_pointwise", fail)
-    sums_overflow.cache_clear()
+    monkeypatch.setattr("specbranch.engines.torch.linear.Int8Product", None)
+    caches = (sums_overflow, max_kernel_rows)
+    for one in caches:
+        one.cache_clear()
     try:
         choice = fastest_dtype(model)
     finally:
-        sums_overflow.cache_clear()
+        for one in caches:
+            one.cache_clear()
 
     assert set(choice.seconds) == {"float32", "bfloat16", "w8a16"}
 

@@ -1,22 +1,29 @@
 """Linear layers: layers with the same input merged into one, and layers with 8-bit weights.
 
-W8A8 also quantizes activations to 8 bits, each row with its own scale, and oneDNN multiplies integers: more rows cost
-little where the CPU has instructions for it (AMX, VNNI, AVX-512). W8A16 keeps activations in bfloat16: it needs no such
-instructions and rounds less, but each row costs its full share. A row's result does not depend on the other rows.
+W8A8 also quantizes activations, each row with its own scale, and multiplies integers: more rows cost little where the
+CPU has instructions for it. The product is our own (`int8_kernel`), which reads weights faster, or oneDNN's, which is
+faster for many rows on a CPU with AMX: `max_kernel_rows` times both. W8A16 keeps activations in bfloat16: it needs no
+such instructions and rounds less, but each row costs its full share. A row's result does not depend on the other rows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
+from specbranch.errors import EngineError
 from specbranch.extensions import optional_import
 
 with optional_import("torch"):
     import torch
     from torch import nn
-    from torch.nn.functional import pad
+    from torch.nn.functional import pad, rms_norm
+try:
+    from specbranch.engines.torch.int8_kernel import Int8Product
+except EngineError:  # without Numba
+    Int8Product = None  # type: ignore[assignment,misc]
 
 _MIN_PEAK = 1e-8  # lower bound of the largest value that a scale is computed from, so that no scale is zero
 _MAX_INT8 = 127.0
@@ -25,6 +32,9 @@ _ZERO_POINT = 128.0  # the unsigned byte that stands for zero
 _MIN_ROWS = 4  # oneDNN has no fast AMX kernel for fewer rows if a layer is narrow
 _CHUNK = 512  # outputs quantized at a time; a whole layer at once would pass through memory five times
 _W8A16_BLOCK = 32  # the W8A16 kernel reads weights in blocks of this many inputs
+_FEW_ROWS, _ALL_ROWS = 16, 1 << 30
+_SAMPLE = (12, 4864, 896)  # layers, outputs and inputs to time a product with, more than a core's cache holds
+_MUCH_FASTER = 1.5  # oneDNN must be this many times as fast for many rows to be worth a second copy of the weights
 
 
 class MergedLinear(nn.Module):
@@ -46,6 +56,10 @@ class MergedLinear(nn.Module):
         out = torch.addmm(base, rows, self._transposed)
         return out if residual is None or self.bias is None else out.add_(self.bias)
 
+    def after_norm(self, rows: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
+        """Return the outputs for rows [rows, inputs] after an RMS norm with `weight` [inputs] and `epsilon`."""
+        return self(rms_norm(rows, weight.shape, weight, epsilon))
+
 
 def merged_bias(linears: Sequence[nn.Linear]) -> torch.Tensor | None:
     """Concatenate the biases in float32, with zeros for layers without one; return None if no layer has one."""
@@ -62,7 +76,7 @@ def merged_bias(linears: Sequence[nn.Linear]) -> torch.Tensor | None:
 class QuantizedLinear(nn.Module):
     """Linear layers with the same input, merged into one with 8-bit weights; inputs and outputs are float32.
 
-    `largest` is the largest integer that a weight is rounded to.
+    `largest` is the largest integer that a weight is rounded to; `num_bytes` is what a step reads of the weights.
     """
 
     def __init__(self, *linears: nn.Linear, largest: float = _MAX_INT8) -> None:
@@ -71,52 +85,73 @@ class QuantizedLinear(nn.Module):
         self._scales = torch.cat([scales for _, scales in parts])
         self._bias = merged_bias(linears)
         integers = torch.cat([integers for integers, _ in parts])
-        self._pack(integers)
         self.num_bytes = integers.numel()
+        self._pack(integers)
 
     def forward(self, rows: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
         """Return the concatenated outputs for rows [..., inputs], up to quantization, plus `residual` if given."""
-        base = self._bias if residual is None else residual.reshape(-1, residual.shape[-1])
+        base = None if residual is None else residual.reshape(-1, residual.shape[-1])
         out = self._product(rows.reshape(-1, rows.shape[-1]), base)
-        if residual is not None and self._bias is not None:
-            out.add_(self._bias)
         return out.view(*rows.shape[:-1], -1)
+
+    def after_norm(self, rows: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
+        """Return the outputs for rows [rows, inputs] after an RMS norm with `weight` [inputs] and `epsilon`."""
+        return self(rms_norm(rows, weight.shape, weight, epsilon))
 
     def _pack(self, integers: torch.Tensor) -> None:
         """Store the weights [outputs, inputs] in the layout that the kernel reads."""
         raise NotImplementedError
 
-    def _product(self, rows: torch.Tensor, base: torch.Tensor | None) -> torch.Tensor:
-        """Multiply rows [rows, inputs] by the weights and add `base`; return a new tensor."""
+    def _product(self, rows: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
+        """Multiply rows [rows, inputs] by the weights, and add the bias and `residual`; return a new tensor."""
         raise NotImplementedError
 
 
 class Int8Linear(QuantizedLinear):
-    """Linear layers in W8A8: weights and activations are 8-bit integers.
+    """Linear layers in W8A8: weights are 8-bit integers, activations are integers too.
 
-    Activations are unsigned, quantized row by row: oneDNN is fast with signed ones only on a CPU with AMX.
-    Without VNNI, two products of bytes are added in 16 bits, which can overflow; with 7-bit weights they cannot.
+    Our own kernel serves steps of up to `max_kernel_rows` rows, oneDNN all others. oneDNN gets unsigned activations,
+    because it is fast with signed ones only on a CPU with AMX. Without VNNI it adds two products of bytes in 16 bits,
+    which can overflow; with 7-bit weights they cannot.
     """
 
-    def __init__(self, *linears: nn.Linear) -> None:
-        super().__init__(*linears, largest=_MAX_INT7 if sums_overflow() else _MAX_INT8)
+    def __init__(self, *linears: nn.Linear, max_rows: int | None = None) -> None:
+        """`max_rows`: the most rows that our own kernel serves; None for the fastest choice."""
+        self._max_rows = max_kernel_rows() if max_rows is None else max_rows
+        overflows = self._max_rows < _ALL_ROWS and sums_overflow()
+        super().__init__(*linears, largest=_MAX_INT7 if overflows else _MAX_INT8)
+
+    def after_norm(self, rows: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
+        """Return the outputs for rows [rows, inputs] after an RMS norm with `weight` [inputs] and `epsilon`."""
+        if len(rows) > self._max_rows:
+            return super().after_norm(rows, weight, epsilon)
+        out = self._kernel.after_norm(rows.contiguous().numpy(), weight.numpy(), epsilon, torch.get_num_threads())
+        return torch.from_numpy(out)
 
     def _pack(self, integers: torch.Tensor) -> None:
-        self._zeros = torch.zeros(len(integers), dtype=torch.int64)
-        self._packed = torch.ops.onednn.qlinear_prepack(integers, None)
-        # What the zero point adds to every output. oneDNN could subtract it, but more slowly.
-        self._shift = _ZERO_POINT * integers.sum(dim=1) * self._scales
-        # A buffer for small steps; its rows beyond those in use hold leftovers.
-        self._few = torch.zeros(_MIN_ROWS, integers.shape[1], dtype=torch.uint8)
+        if self._max_rows > 0:
+            bias = None if self._bias is None else self._bias.numpy()
+            self._kernel = Int8Product(integers.numpy(), self._scales.numpy(), bias)
+        if self._max_rows < _ALL_ROWS:
+            self._zeros = torch.zeros(len(integers), dtype=torch.int64)
+            self._packed = torch.ops.onednn.qlinear_prepack(integers, None)
+            # What the zero point adds to every output. oneDNN could subtract it, but more slowly.
+            self._shift = _ZERO_POINT * integers.sum(dim=1) * self._scales
+            # A buffer for small steps; its rows beyond those in use hold leftovers.
+            self._few = torch.zeros(_MIN_ROWS, integers.shape[1], dtype=torch.uint8)
 
-    def _product(self, rows: torch.Tensor, base: torch.Tensor | None) -> torch.Tensor:
+    def _product(self, rows: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
         count = len(rows)
+        if count <= self._max_rows:
+            given = None if residual is None else residual.float().contiguous().numpy()
+            return torch.from_numpy(self._kernel(rows.float().contiguous().numpy(), given, torch.get_num_threads()))
         scales = rows.abs().amax(dim=-1, keepdim=True).clamp_(min=_MIN_PEAK).div_(_MAX_INT8)
         integers = self._few if count <= _MIN_ROWS else torch.empty(rows.shape, dtype=torch.uint8)
         # The copy truncates: 0.5 makes it round.
         integers[:count].copy_(torch.div(rows, scales).add_(_ZERO_POINT + 0.5))
         out = _int8_product(integers, self._packed, self._scales, self._zeros)[:count].sub_(self._shift)
-        return out.mul_(scales) if base is None else torch.addcmul(base, out, scales)
+        out = out.mul_(scales) if residual is None else torch.addcmul(residual, out, scales)
+        return out if self._bias is None else out.add_(self._bias)
 
 
 class WeightOnlyLinear(QuantizedLinear):
@@ -127,15 +162,54 @@ class WeightOnlyLinear(QuantizedLinear):
         self._weight = pad(integers, (0, self._extra))
         self._scales = self._scales.bfloat16()
 
-    def _product(self, rows: torch.Tensor, base: torch.Tensor | None) -> torch.Tensor:
+    def _product(self, rows: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
         halves = rows.bfloat16().contiguous()
         if self._extra:
             halves = pad(halves, (0, self._extra))
-        out: torch.Tensor = torch.ops.aten._weight_int8pack_mm(halves, self._weight, self._scales)
-        return out.float() if base is None else base + out
+        found: torch.Tensor = torch.ops.aten._weight_int8pack_mm(halves, self._weight, self._scales)
+        out = found.float() if residual is None else residual + found
+        return out if self._bias is None else out.add_(self._bias)
 
 
 PACKED: dict[str, type[QuantizedLinear]] = {"int8": Int8Linear, "w8a16": WeightOnlyLinear}
+
+
+@cache
+def max_kernel_rows() -> int:
+    """Return the most rows for which our own int8 product is faster than oneDNN's, by timing both on this CPU.
+
+    0 if it is slower for a draft step of one and of eight rows, or if Numba is missing. If oneDNN is much faster for
+    many rows, as with AMX, it serves these, at the cost of a second copy of the weights.
+    """
+    if Int8Product is None:
+        return 0
+    count, *shape = _SAMPLE
+    weight = torch.randint(-127, 128, shape, dtype=torch.int8)
+    scales, zeros = torch.ones(shape[0]), torch.zeros(shape[0], dtype=torch.int64)
+    own = [Int8Product(weight.numpy(), scales.numpy(), None) for _ in range(count)]
+    packed = [torch.ops.onednn.qlinear_prepack(weight.clone(), None) for _ in range(count)]
+    threads = torch.get_num_threads()
+
+    def seconds(num_rows: int, run: Callable[[int, torch.Tensor], object]) -> float:
+        rows = torch.ones(num_rows, shape[1])
+        times_s = []
+        for _ in range(4):  # the first run may compile
+            start_s = time.perf_counter()
+            for index in range(count):
+                run(index, rows)
+            times_s.append(time.perf_counter() - start_s)
+        return min(times_s[1:])
+
+    def run_onednn(index: int, rows: torch.Tensor) -> object:
+        return _int8_product(rows.expand(max(len(rows), _MIN_ROWS), -1).byte(), packed[index], scales, zeros)
+
+    ours, theirs = (
+        {num_rows: seconds(num_rows, run) for num_rows in (1, 8, 64)}
+        for run in (lambda index, rows: own[index](rows.numpy(), None, threads), run_onednn)
+    )
+    if ours[1] + ours[8] > theirs[1] + theirs[8]:
+        return 0
+    return _FEW_ROWS if ours[64] > _MUCH_FASTER * theirs[64] else _ALL_ROWS
 
 
 @cache

@@ -37,7 +37,7 @@ class LowRankOutputLayer(nn.Module):
 
     def __init__(self, linear: nn.Linear, kind: type[QuantizedLinear]) -> None:
         super().__init__()
-        self._weight = linear.weight.detach().float()  # usually shared with the input embedding, so it costs no memory
+        self.exact = linear.weight.detach()  # of any dtype; usually shared with the input embedding
         self._kind = kind
         self._full = kind(linear)
         self._low_rank: _LowRank | None = None
@@ -58,7 +58,7 @@ class LowRankOutputLayer(nn.Module):
         self._seen.append(hidden.clone())
         self._num_seen += len(hidden)
         if self._num_seen >= LEARNED:
-            self._low_rank = _LowRank(self._weight, torch.cat(self._seen)[-LEARNED:], self._kind)
+            self._low_rank = _LowRank(self.exact.float(), torch.cat(self._seen)[-LEARNED:], self._kind)
             self._forget()
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
@@ -70,7 +70,7 @@ class LowRankOutputLayer(nn.Module):
         if self._low_rank is None or len(flat) > _MAX_ROWS:
             full: torch.Tensor = self._full(rows)
             return full
-        logits = self._low_rank.logits(flat, self._weight)
+        logits = self._low_rank.logits(flat, self.exact)
         self._num_calls += 1
         if self._num_calls % _AUDIT_EVERY == 0:
             self._audit(logits, self._full(flat))
@@ -114,14 +114,14 @@ class _LowRank:
     def logits(self, rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """Return the approximate logits of hidden states [rows, hidden], with exact ones for the candidates.
 
-        `weight` is the exact weight of the full layer.
+        `weight` is the exact weight of the full layer, of any dtype.
         """
         logits: torch.Tensor = self._up((rows - self._mean) @ self._down).add_(self._bias)
         for row, hidden, threshold in zip(logits, rows, _thresholds(logits), strict=True):
             candidates = (row >= threshold).nonzero()[:, 0]
             if len(candidates) > _MAX_CANDIDATES:
                 candidates = candidates[row[candidates].topk(_MAX_CANDIDATES, sorted=False).indices]
-            row[candidates] = weight[candidates] @ hidden
+            row[candidates] = weight[candidates].to(hidden.dtype) @ hidden
         return logits
 
 

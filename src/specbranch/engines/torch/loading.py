@@ -84,8 +84,15 @@ def load(options: EngineOptions) -> LoadedModel:
 
 
 def weight_bytes(model: Any) -> int:
-    """Return the bytes of a model's weights, tied weights counted once; each step reads at least that much."""
-    plain: int = sum(weight.numel() * weight.element_size() for weight in model.parameters())
+    """Return the bytes of the weights that a step of one row reads.
+
+    Of an input embedding it reads one row, unless the output layer has the same weights.
+    """
+    embedding, output = model.get_input_embeddings().weight, model.get_output_embeddings()
+    is_read = getattr(output, "weight", None) is embedding
+    plain: int = sum(
+        weight.numel() * weight.element_size() for weight in model.parameters() if weight is not embedding or is_read
+    )
     return plain + packed_bytes(model)
 
 
@@ -99,7 +106,11 @@ def _converted(model: Any, options: EngineOptions) -> tuple[Any, str]:
         dtype = choice.dtype
     if dtype in PACKED:
         options.on_progress(f"packing weights in {dtype}")
-        return pack_linears(_wrap_model(model.float(), PACKED[dtype]), PACKED[dtype]), dtype
+        stored = model.dtype
+        packed = pack_linears(_wrap_model(model.float(), PACKED[dtype]), PACKED[dtype])
+        if isinstance(packed, FusedModel):
+            packed.store_embedding(stored)
+        return packed, dtype
     # Weights only: buffers of a model, such as its rotary frequencies, need 32 bits.
     for weight in model.parameters():
         weight.data = weight.data.to(PLAIN.get(dtype, weight.dtype))

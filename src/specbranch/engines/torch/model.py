@@ -36,27 +36,33 @@ class _Norm(nn.Module):
     def __init__(self, norm: Any) -> None:
         super().__init__()
         self.weight = norm.weight
-        self._epsilon = norm.variance_epsilon
+        self.epsilon = norm.variance_epsilon
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
-        return rms_norm(rows, self.weight.shape, self.weight, self._epsilon)
+        return rms_norm(rows, self.weight.shape, self.weight, self.epsilon)
+
+    def then(self, linear: QuantizedLinear | MergedLinear, rows: torch.Tensor) -> torch.Tensor:
+        """Return the output of a linear layer for rows after this norm."""
+        return linear.after_norm(rows, self.weight, self.epsilon)
 
 
 class _MLP(nn.Module):
-    def __init__(self, mlp: Any, kind: LinearType) -> None:
+    def __init__(self, mlp: Any, norm: Any, kind: LinearType) -> None:
         super().__init__()
+        self._norm = _Norm(norm)
         self._gate_up = kind(mlp.gate_proj, mlp.up_proj)
         self._down = kind(mlp.down_proj)
 
-    def forward(self, rows: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-        gate, up = self._gate_up(rows).chunk(2, dim=-1)
-        out: torch.Tensor = self._down(silu(gate).mul_(up), residual)
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        gate, up = self._norm.then(self._gate_up, rows).chunk(2, dim=-1)
+        out: torch.Tensor = self._down(silu(gate).mul_(up), rows)
         return out
 
 
 class _Attention(nn.Module):
-    def __init__(self, attention: Any, kind: LinearType) -> None:
+    def __init__(self, attention: Any, norm: Any, kind: LinearType) -> None:
         super().__init__()
+        self._norm = _Norm(norm)
         self._layer = attention.layer_idx
         self.scaling = attention.scaling
         self._head_dim = attention.head_dim
@@ -68,10 +74,8 @@ class _Attention(nn.Module):
         if hasattr(attention, "q_norm"):
             self._norms = nn.ModuleList([_Norm(attention.q_norm), _Norm(attention.k_norm)])
 
-    def forward(
-        self, rows: torch.Tensor, residual: torch.Tensor, rotary: Rotary, step: AttentionContext
-    ) -> torch.Tensor:
-        heads = self._qkv(rows).view(len(rows), -1, self._head_dim)  # [tokens, heads, head_dim]
+    def forward(self, rows: torch.Tensor, rotary: Rotary, step: AttentionContext) -> torch.Tensor:
+        heads = self._norm.then(self._qkv, rows).view(len(rows), -1, self._head_dim)  # [tokens, heads, head_dim]
         rotated = heads[:, : self._num_rotated]
         if self._norms is not None:
             for norm, part in zip(self._norms, self._split(rotated), strict=True):
@@ -80,7 +84,7 @@ class _Attention(nn.Module):
         turned = rotated.roll(self._head_dim // 2, dims=-1)
         rotated.mul_(cos).addcmul_(turned, sin)
         found = step.attend(self._layer, *self._split(heads), self.scaling)
-        out: torch.Tensor = self._out(found.flatten(1), residual)
+        out: torch.Tensor = self._out(found.flatten(1), rows)
         return out
 
     def _split(self, heads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -91,13 +95,11 @@ class _Attention(nn.Module):
 class _Layer(nn.Module):
     def __init__(self, layer: Any, kind: LinearType) -> None:
         super().__init__()
-        self._attention_norm, self._mlp_norm = _Norm(layer.input_layernorm), _Norm(layer.post_attention_layernorm)
-        self.attention = _Attention(layer.self_attn, kind)
-        self._mlp = _MLP(layer.mlp, kind)
+        self.attention = _Attention(layer.self_attn, layer.input_layernorm, kind)
+        self._mlp = _MLP(layer.mlp, layer.post_attention_layernorm, kind)
 
     def forward(self, rows: torch.Tensor, rotary: Rotary, step: AttentionContext) -> torch.Tensor:
-        rows = self.attention(self._attention_norm(rows), rows, rotary, step)
-        out: torch.Tensor = self._mlp(self._mlp_norm(rows), rows)
+        out: torch.Tensor = self._mlp(self.attention(rows, rotary, step))
         return out
 
 
@@ -130,7 +132,7 @@ class FusedModel(nn.Module):
 
         `outputs` has the indices of the tokens whose logits are returned; None means all.
         """
-        rows = self.embed_tokens(tokens)
+        rows = self.embed_tokens(tokens).to(self.norm.weight.dtype)
         rotary = self._rotary(positions, rows.dtype)
         for layer in self.layers:
             rows = layer(rows, rotary, step)
@@ -139,6 +141,17 @@ class FusedModel(nn.Module):
             self.lm_head.observe(rows)
         logits: torch.Tensor = self.lm_head(rows if outputs is None else rows[outputs])
         return logits
+
+    def store_embedding(self, dtype: torch.dtype) -> None:
+        """Keep the input embedding and the exact weights of a low-rank output layer in `dtype`, once if they are equal.
+
+        Steps read few rows of either, and convert them.
+        """
+        stored = self.embed_tokens.weight.detach().to(dtype)
+        self.embed_tokens.weight = nn.Parameter(stored, requires_grad=False)
+        if isinstance(self.lm_head, LowRankOutputLayer):
+            exact = self.lm_head.exact.to(dtype)
+            self.lm_head.exact = stored if torch.equal(exact, stored) else exact
 
     @property
     def num_heads(self) -> int:
