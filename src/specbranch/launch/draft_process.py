@@ -50,7 +50,8 @@ class DraftServiceOptions:
     """The options of `specbranch draft`.
 
     Without `address` the service listens on a new socket that only this user can reach.
-    `timeline` and `record` are files that the service writes. `extra` is added to its command line as it is.
+    `timeline` and `record` are files that the service writes. With `shares_cores` the target may pause it.
+    `extra` is added to its command line as it is.
     """
 
     model: str
@@ -63,6 +64,7 @@ class DraftServiceOptions:
     address: str | None = None
     timeline: str | Path | None = None
     record: str | Path | None = None
+    shares_cores: bool = False
     extra: Sequence[str] = ()
 
     def arguments(self, address: str) -> list[str]:
@@ -78,7 +80,8 @@ class DraftServiceOptions:
             "--record": Path(self.record).absolute() if self.record is not None else None,
         }
         pairs = [part for name, value in chosen.items() if value is not None for part in (name, str(value))]
-        return ["draft", self.model, *pairs, "--until-eof", *self.extra]
+        shared = ["--shares-cores"] if self.shares_cores else []
+        return ["draft", self.model, *pairs, *shared, "--until-eof", *self.extra]
 
 
 @dataclass(frozen=True, slots=True)

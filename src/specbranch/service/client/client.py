@@ -42,6 +42,7 @@ from specbranch.service.wire.messages import (
     Hello,
     OpenSequences,
     OtherRows,
+    Pause,
     PrefetchPush,
     Reply,
     Request,
@@ -273,6 +274,14 @@ class DraftClient(DraftSource):
 
     def close(self) -> None:
         self.connection.channel.close()
+
+    def pause(self, duration_ms: int) -> None:
+        try:
+            if self._owner.is_current():
+                self.connection.send(Pause(duration_ms))
+        except Exception:
+            self.counts.faults += 1
+            log.exception("the draft client failed; the draft service was not paused")
 
     def prepare_step(
         self, rows: Sequence[SequenceUpdate], indices: Sequence[int], deltas: Sequence[SequenceDelta]

@@ -41,6 +41,7 @@ from specbranch.service.wire.messages import (
     Hello,
     OpenSequences,
     OverviewRequest,
+    Pause,
     PrefetchPush,
     PrefetchRow,
     Reply,
@@ -67,12 +68,14 @@ class HandlerOptions:
     """The service's settings, the longest wait for a draft, and whose key may drain the service (stop new sequences).
 
     `settings` has the values that the service was started with, for `OverviewRequest`. `owner` is the public key that
-    may drain the service, empty if the service uses no keys, or None if no client may drain it.
+    may drain the service, empty if the service uses no keys, or None if no client may drain it. `shares_cores`: the
+    service runs on cores that its target uses too, so clients may pause it.
     """
 
     settings: Mapping[str, str | int] = field(default_factory=dict)
     max_wait_s: float = 1.0
     owner: bytes | None = b""
+    shares_cores: bool = False
 
 
 class RequestHandler:
@@ -113,6 +116,7 @@ class RequestHandler:
             OpenSequences: self._serve_open,
             Hello: self._serve_hello,
             Drain: self._serve_drain,
+            Pause: self._serve_pause,
             StatsRequest: lambda client, request, _: [(client, self.metrics.stats_reply(request))],
             OverviewRequest: lambda client, request, _: [(client, self.metrics.overview(request))],
         }
@@ -215,6 +219,13 @@ class RequestHandler:
             log.info("the service %s new sequences from now on", "declines" if request.is_on else "accepts")
             state = self._draining()
             yield from ((other, state) for other in self.lookup.tenants.clients)
+
+    def _serve_pause(self, client: Client, request: Pause, user: bytes) -> Iterable[Answer]:
+        """Pause the draft thread, or end its pause; raise `FrameError` if the service shares no cores with a target."""
+        if not self._options.shares_cores:
+            raise FrameError("this service has cores of its own, so targets cannot pause it; see --shares-cores")
+        self._runner.pause(request.ms / 1000)
+        return []
 
     def _draining(self, round: int = 0) -> Draining:
         return Draining(round, self._store.is_draining, self._store.num_active(self._clock()))
