@@ -116,7 +116,7 @@ class RequestHandler:
             OpenSequences: self._serve_open,
             Hello: self._serve_hello,
             Drain: self._serve_drain,
-            Pause: self._serve_pause,
+            Pause: lambda _, request, __: _pause(runner, request, self._options.shares_cores),
             StatsRequest: lambda client, request, _: [(client, self.metrics.stats_reply(request))],
             OverviewRequest: lambda client, request, _: [(client, self.metrics.overview(request))],
         }
@@ -219,13 +219,6 @@ class RequestHandler:
             log.info("the service %s new sequences from now on", "declines" if request.is_on else "accepts")
             state = self._draining()
             yield from ((other, state) for other in self.lookup.tenants.clients)
-
-    def _serve_pause(self, client: Client, request: Pause, user: bytes) -> Iterable[Answer]:
-        """Pause the draft thread, or end its pause; raise `FrameError` if the service shares no cores with a target."""
-        if not self._options.shares_cores:
-            raise FrameError("this service has cores of its own, so targets cannot pause it; see --shares-cores")
-        self._runner.pause(request.ms / 1000)
-        return []
 
     def _draining(self, round: int = 0) -> Draining:
         return Draining(round, self._store.is_draining, self._store.num_active(self._clock()))
@@ -345,6 +338,14 @@ class _ServedRows:
         self.sessions: list[DraftSession | None] = [None] * len(step.rows)
         self.drafts: list[Draft | None] = [None] * len(step.rows)
         self.by_name: dict[tuple[bytes, bytes], int] = {}  # digests before and after the verdict: the first such row
+
+
+def _pause(runner: DraftRunner, request: Pause, shares_cores: bool) -> list[Answer]:
+    """Pause the draft thread, or end its pause, and return no reply; raise `FrameError` unless `shares_cores`."""
+    if not shares_cores:
+        raise FrameError("this service has cores of its own, so targets cannot pause it; see --shares-cores")
+    runner.pause(request.ms / 1000)
+    return []
 
 
 def _split_by_urgency(rows: Sequence[StepRow]) -> tuple[list[int], list[int]]:
