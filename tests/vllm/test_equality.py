@@ -85,7 +85,7 @@ def test_a_draft_of_another_family_costs_vllm_nothing_and_is_told(tmp_path: Path
     assert found["vocabulary"] == 1 and "on" not in found
     assert found["specbranch_other_vocabulary_total"] == found["specbranch_calls_total"] > 10
     assert "specbranch_submitted_tokens_sum" not in found and "specbranch_faults_total" not in found
-    assert done.stderr.count("nothing is drafted: the draft 'qwen-coder-0.5b.gguf' has another vocabulary") == 1
+    assert done.stderr.count("the draft 'qwen-coder-0.5b.gguf' is not used, because it has another vocabulary") == 1
     assert "stand for different text in the draft; choose a draft with the target's tokenizer" in done.stderr
 
 

@@ -175,12 +175,18 @@ class _PositionChains:
 
         Of equally long matches the newest is returned; (0, 0) if there is none.
         """
-        longest, best, best_position = min(len(context), self._longest), self._length - 1, 0
-        if longest <= best:
+        best = self._length - 1
+        if len(context) <= best:
             return 0, 0
-        context = context[-longest:]
-        previous, wanted = self._previous, context[-self._length]
-        position = self._newest[self._hash(context[-self._length :])]
+        mixed = 0
+        for token in context[-self._length :]:  # as in `_hash`; a call would cost as much again
+            mixed = (mixed + token) * _MIXER & _MASK
+        position = self._newest[mixed >> self._shift]
+        if position <= best:
+            return 0, 0
+        best_position = 0
+        context = context[-self._longest :]
+        longest, previous, wanted = len(context), self._previous, context[-self._length]
         for _ in range(_MAX_CANDIDATES):
             if position <= best:  # too few tokens come before it
                 break

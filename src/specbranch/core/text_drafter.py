@@ -16,6 +16,7 @@ import numpy as np
 
 from specbranch.core.costs import PairModel
 from specbranch.core.node import GreedyPicker
+from specbranch.core.planner import Planner
 from specbranch.core.planners import make_planner
 from specbranch.core.planners.budget import BudgetPlanner, BudgetSettings
 from specbranch.core.planners.predictors import CONSTANTS
@@ -129,13 +130,15 @@ class TextDrafter:
 def make_text_drafter(planner: str, settings: Mapping[str, Any], on_fault: Callable[[], object]) -> TextDrafter | None:
     """Return a drafter with the settings of a planner; None if the planner makes no drafts from text.
 
-    Only `budget` does, unless both its `uses_text` and its `uses_memory` are off. Raise `SettingError` for an unknown
-    planner or an invalid value.
+    Raise `SettingError` for an unknown planner or an invalid value.
     """
     made = make_planner(planner, settings, CONSTANTS["confidence"])
-    if type(made) is not BudgetPlanner or not (made.settings.uses_text or made.settings.uses_memory):
-        return None
-    return TextDrafter(made.settings, on_fault)
+    return TextDrafter(made.settings, on_fault) if drafts_from_text(made) else None
+
+
+def drafts_from_text(planner: Planner[Any]) -> bool:
+    """Return whether a planner makes drafts from text: only `budget` does, unless its settings switch them off."""
+    return type(planner) is BudgetPlanner and (planner.settings.uses_text or planner.settings.uses_memory)
 
 
 def _continues(tokens: Tokens, known: Sequence[int]) -> bool:
