@@ -71,7 +71,7 @@ def test_the_summary_says_where_drafts_come_from() -> None:
 def test_a_planner_that_needs_a_draft_model_is_refused_without_one() -> None:
     with pytest.raises(SettingError, match="name a draft, or use planner 'budget'"):
         plan_of(planner="specbranch").settings()
-    with pytest.raises(FlagError, match="sets specbranch.address, which this command sets"):
+    with pytest.raises(FlagError, match=r"sets specbranch\.address, which this command sets"):
         plan_of("--additional-config", '{"specbranch": {"address": "ipc:///d"}}').settings()
 
 

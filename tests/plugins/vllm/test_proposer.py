@@ -24,6 +24,7 @@ from specbranch.plugins.vllm import SpecBranchProposer, compat
 from specbranch.plugins.vllm import proposer as vllm_proposer
 from specbranch.plugins.vllm import settings as vllm_settings
 from specbranch.plugins.vllm.compat import PAD
+from specbranch.plugins.vllm.proposer import RowTextDrafter
 from specbranch.plugins.vllm.settings import LayoutError, ProposerSettings, read_settings
 from specbranch.service.client.gate import Decision, StepTimer
 from specbranch.service.client.interface import ClientOptions, SequenceUpdate
@@ -801,6 +802,23 @@ def test_requests_that_have_ended_are_forgotten_and_what_they_said_is_not(monkey
 
     assert list(text.drafter._sessions) == ["b"]
     assert drafts[-1], "the nine tokens were not repeated yet, but the request before said them"
+
+
+@pytest.mark.parametrize(("step_s", "num_rows"), [(None, 16), (0.1, 16), (1.0, 25), (9.0, 40)])
+def test_many_rows_of_a_fast_target_take_turns(step_s: float | None, num_rows: int) -> None:
+    """A row takes 2 ms here, and all text drafts of a step may take a twentieth of it."""
+    drafted: list[str] = []
+    drafter: Any = SimpleNamespace(draft=lambda name, *_: drafted.append(name) or [7])
+    rows = RowTextDrafter(drafter, clock=lambda: 0.002 * len(drafted))
+    updates = {index: SequenceUpdate([1, 2], 1, name=f"r{index}") for index in range(40)}
+    nums = []
+    for _ in range(4):
+        drafts = [Draft([]) for _ in updates]
+        rows.fill(drafts, updates, [2] * 40, step_s)
+        nums.append(sum(bool(draft.tokens) for draft in drafts))
+
+    assert nums == [16, num_rows, num_rows, num_rows]
+    assert len(set(drafted)) == 40
 
 
 def test_a_fault_while_drafting_from_the_text_costs_drafts_only(
