@@ -197,16 +197,48 @@ def test_it_follows_a_text_that_grows_a_bounded_part_at_a_time() -> None:
     assert index.continuation([], 1) == ([8], 2)
 
 
-@given(st.lists(st.integers(0, 2), min_size=1, max_size=40), st.lists(st.integers(0, 2), max_size=4))
+def searched(tokens: list[int], tail: list[int]) -> tuple[list[int], int]:
+    """What a plain search finds: the longest context first, and its last occurrence."""
+    end = [*tokens, *tail]
+    for length in LENGTHS:
+        for position in range(len(tokens) - 1, length - 1, -1):
+            if length <= len(end) and tokens[position - length : position] == end[-length:]:
+                return tokens[position : position + 3], length
+    return [], 0
+
+
+# Of up to 34 tokens, no more than 32 positions can share a context of three.
+@given(st.lists(st.integers(0, 2), min_size=1, max_size=34), st.lists(st.integers(0, 2), max_size=4))
 def test_it_finds_what_a_search_finds(tokens: list[int], tail: list[int]) -> None:
     index = NgramIndex(tokens)
-    index.index_new_tokens(max_tokens=random.Random(len(tokens)).randint(40, 80))
-    end = [*tokens, *tail]
-    expected: tuple[list[int], int] = ([], 0)
-    for length in LENGTHS:
-        places = [p for p in range(length, len(tokens)) if tokens[p - length : p] == end[-length:]]
-        if places and length <= len(end):
-            expected = (tokens[places[-1] : places[-1] + 3], length)
-            break
+    index.index_new_tokens(max_tokens=random.Random(len(tokens)).randint(34, 80))
 
-    assert index.continuation(tail, 3) == expected
+    assert index.continuation(tail, 3) == searched(tokens, tail)
+
+
+@given(st.randoms(use_true_random=False), st.lists(st.integers(1, 150), min_size=1, max_size=5))
+def test_a_long_text_is_searched_alike_in_whatever_pieces_it_comes(chance: random.Random, pieces: list[int]) -> None:
+    tokens: list[int] = [0]
+    index = NgramIndex(tokens)
+    for piece in pieces:
+        tokens += [chance.choice((chance.randrange(12), chance.randrange(2**31))) for _ in range(piece)]
+        index.index_new_tokens(max_tokens=chance.randrange(1, 200))
+    while index.num_indexed < len(tokens):
+        index.index_new_tokens(max_tokens=chance.randrange(1, 200))
+
+    for _ in range(8):
+        tail = [chance.randrange(12) for _ in range(chance.randrange(6))]
+        assert index.continuation(tail, 3) == searched(tokens, tail)
+
+
+def test_only_the_newest_of_many_positions_with_the_same_three_tokens_are_compared() -> None:
+    common, rare = [1, 2, 3], [9, 1, 2, 3, 5]
+    near = [*rare, *(token for index in range(20) for token in (100 + index, *common)), 8]
+    far = [*rare, *(token for index in range(40) for token in (100 + index, *common)), 8]
+    found = []
+    for tokens in (near, far):
+        index = NgramIndex(tokens)
+        index.index_new_tokens()
+        found.append(index.continuation([9, *common], 1))
+
+    assert found == [([5], 4), ([8], 3)]

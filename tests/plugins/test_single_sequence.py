@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from specbranch.core.planners import SettingError
 from specbranch.engines.vocabulary import VocabFingerprint
 from specbranch.plugins.single_sequence import SingleSequenceDrafts
 from specbranch.service.client.client import DraftClient
@@ -32,9 +33,13 @@ def drafts_of(service: Service, vocab_len: int = VOCAB, **settings: Any) -> Sing
     drafts = SingleSequenceDrafts(
         DraftSettings(address=service.address, **chosen), LONGEST, VocabFingerprint(vocab_len)
     )
-    assert isinstance(drafts._client, DraftClient)
-    drafts._client.hello(PATIENCE_S)
+    client_of(drafts).hello(PATIENCE_S)
     return drafts
+
+
+def client_of(drafts: SingleSequenceDrafts) -> DraftClient:
+    assert isinstance(drafts._client, DraftClient)
+    return drafts._client
 
 
 def step(drafts: SingleSequenceDrafts, text: list[int]) -> list[int]:
@@ -67,7 +72,7 @@ def test_texts_are_the_targets_and_drafts_are_accepted_in_each(service: Service)
 
         assert text == plain(prompt, len(text))
         assert accepted[-1] > accepted[-2] + 10
-    assert drafts._client.counts.faults == drafts._client.counts.refused == 0
+    assert client_of(drafts).counts.faults == client_of(drafts).counts.refused == 0
 
 
 def test_a_text_that_grows_by_a_question_is_another_text(service: Service) -> None:
@@ -98,10 +103,10 @@ def test_a_service_that_dies_costs_one_deadline_and_comes_back_into_use(service:
     drafts = drafts_of(service, deadline_ms=200.0)
     text = decode(drafts, [1, 2, 3])
     service.kill()
-    num_timeouts = drafts._client.counts.timeouts
+    num_timeouts = client_of(drafts).counts.timeouts
     for _ in range(50):
         text = step(drafts, text)
-    num_timeouts, accepted = drafts._client.counts.timeouts - num_timeouts, drafts.num_accepted
+    num_timeouts, accepted = client_of(drafts).counts.timeouts - num_timeouts, drafts.num_accepted
     service.start()
     service.wait_until_up()
     end_s = time.monotonic() + PATIENCE_S
@@ -122,7 +127,7 @@ def test_a_draft_with_another_vocabulary_is_told_of_once_and_not_used(
 
     assert text == plain([1, 2, 3], len(text))
     assert drafts.num_accepted == 0
-    assert caplog.text.count("nothing is drafted") == 1
+    assert caplog.text.count("is not used") == 1
 
 
 def test_a_second_text_at_the_same_time_goes_without_drafts_and_does_not_wait(service: Service) -> None:
@@ -138,7 +143,46 @@ def test_the_gate_first_measures_the_target_alone(service: Service) -> None:
     text, calls = [1, 2, 3], []
     for _ in range(60):
         text = step(drafts, text)
-        calls.append(drafts._client.counts.calls)
+        calls.append(client_of(drafts).counts.calls)
 
     assert calls[8] == 0 and calls[-1] > 0
     assert text == plain([1, 2, 3], len(text))
+
+
+def parroted(drafts: SingleSequenceDrafts, num_steps: int, noise: bool = False) -> int:
+    """Decode some steps of a target that repeats the same nine tokens, and return the number of tokens they gave."""
+    answer = [10 + index % 9 for index in range(5 * num_steps + 1)]
+    num = 1
+    for _ in range(num_steps):
+        draft = drafts.after(np.array([1, 2, 3, *answer[:num]]), has_recurring_noise=noise)
+        num += match(draft, answer[num:].__getitem__).accepted + 1
+    return num - 1
+
+
+@pytest.mark.parametrize("address", [None, "ipc:///nowhere/draft.sock"])
+def test_without_a_service_drafts_come_from_the_text(address: str | None) -> None:
+    settings = DraftSettings(address=address, deadline_ms=20.0, settings={"cost_aware": False})
+    drafts = SingleSequenceDrafts(settings, LONGEST, VocabFingerprint(VOCAB))
+    drafts.announce_prompt(np.array([1, 2, 3]))
+
+    assert parroted(drafts, 40) > 100
+    assert drafts.num_accepted > 60
+    assert (drafts._client is None) == (address is None)
+    drafts.close()
+
+
+def test_a_text_is_drafted_from_the_answer_before_it_unless_its_random_numbers_may_come_again() -> None:
+    gained = []
+    for noise in (False, True):
+        drafts = SingleSequenceDrafts(
+            DraftSettings(address=None, settings={"cost_aware": False}), LONGEST, VocabFingerprint(VOCAB)
+        )
+        parroted(drafts, 6, noise)
+        gained.append(parroted(drafts, 6))
+
+    assert gained[0] > gained[1] == 6
+
+
+def test_a_planner_without_text_drafts_needs_a_service() -> None:
+    with pytest.raises(SettingError, match="planner 'sps' with these settings makes none"):
+        SingleSequenceDrafts(DraftSettings(address=None, planner="sps"), LONGEST, VocabFingerprint(VOCAB))

@@ -149,7 +149,7 @@ def test_a_draft_with_other_tokens_is_left_alone_and_told_of_once(
     assert len(draft.heard) <= 3 + seconds  # it is asked again once a second at most
     assert len(client.watched.waits_s) == num_waits
     (line,) = [line for line in caplog.messages if "vocabulary" in line]
-    assert line.startswith("nothing is drafted: the draft 'draft' has another vocabulary than the target")
+    assert line.startswith("the draft 'draft' is not used, because it has another vocabulary than the target")
     assert "of 50 token ids compared, 50 stand for different text" in line and "choose a draft" in line
 
 
@@ -167,7 +167,7 @@ def test_a_draft_that_is_replaced_by_the_right_one_is_used_and_by_a_wrong_one_no
     states.append(client.vocab_mismatch)
 
     assert states == [False, True]
-    assert caplog.text.count("nothing is drafted") == 2
+    assert caplog.text.count("is not used") == 2
 
 
 def test_a_target_that_does_not_know_its_tokens_goes_by_size(tmp_path: Path, draft: Draft) -> None:
@@ -202,7 +202,7 @@ def test_a_service_that_comes_back_with_the_right_draft_is_used_again(
 
     walk.assert_text_is_the_targets()
     assert client.counts.faults == client.counts.refused == 0
-    assert caplog.text.count("nothing is drafted") == 2
+    assert caplog.text.count("is not used") == 2
     assert caplog.text.count("which has the target's vocabulary") == 2
 
 
@@ -227,13 +227,13 @@ def test_a_real_draft_works_for_its_own_family_and_for_no_other(
         states = [smollm.vocab_mismatch, qwen.vocab_mismatch]
         assert not any(draft for drafts in wrong for draft in drafts)
         assert qwen.counts.other_vocab > 5
-        assert caplog.text.count("nothing is drafted: the draft 'smollm2-short.gguf' has another vocabulary") == 1
+        assert caplog.text.count("the draft 'smollm2-short.gguf' is not used, because it has another vocabulary") == 1
         with DraftProcess(DraftServiceOptions(paths["qwen-coder-0.5b"], threads=1, address=address)):
             walk_until_drafted(qwen)
     states.append(qwen.vocab_mismatch)
 
     assert states == [False, True, False]
-    assert caplog.text.count("nothing is drafted") == 1
+    assert caplog.text.count("is not used") == 1
 
 
 def target_of(path: str) -> dict[str, int | bytes | None]:

@@ -42,6 +42,23 @@ def test_greedy_output_equals_bare_vllm_for_every_planner() -> None:
 
 
 @pytest.mark.timeout(900)
+def test_greedy_output_equals_bare_vllm_with_drafts_from_the_text_alone() -> None:
+    """Without a draft service. The prompts are decoded twice: the second time their answers are known."""
+    target, _ = require_pair(name=SHORT)
+    command = [sys.executable, "-m", "tests.vllm.run_equality", "--target", str(target), "--text"]
+    done = subprocess.run(command, cwd=ROOT, env=dict(os.environ), capture_output=True, text=True, check=False)
+
+    assert done.returncode == 0, done.stderr[-4000:]
+    result = json.loads(done.stdout.splitlines()[-1])
+    assert result["is_alone"]
+    assert result["equal"] == [result["prompts"]] * 2 == [16, 16]
+    first, both = result["accepted"]
+    assert both - first > 150 and both - first > first
+    assert result["counts"]["text_faults"] == 0
+    assert 0 < result["counts"]["text_accepted"] <= result["counts"]["text_tokens"]
+
+
+@pytest.mark.timeout(900)
 def test_preemption_and_chunked_prefill_leave_the_output_as_it_is() -> None:
     """Float32, greedy: every output equals that of bare vLLM with the same settings."""
     results = run_program("pressure", SHORT)
@@ -85,7 +102,7 @@ def test_a_draft_of_another_family_costs_vllm_nothing_and_is_told(tmp_path: Path
     assert found["vocabulary"] == 1 and "on" not in found
     assert found["specbranch_other_vocabulary_total"] == found["specbranch_calls_total"] > 10
     assert "specbranch_submitted_tokens_sum" not in found and "specbranch_faults_total" not in found
-    assert done.stderr.count("nothing is drafted: the draft 'qwen-coder-0.5b.gguf' has another vocabulary") == 1
+    assert done.stderr.count("the draft 'qwen-coder-0.5b.gguf' is not used, because it has another vocabulary") == 1
     assert "stand for different text in the draft; choose a draft with the target's tokenizer" in done.stderr
 
 

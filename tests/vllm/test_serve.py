@@ -30,6 +30,7 @@ pytestmark = pytest.mark.timeout(1500)
 DRAFT, TARGET = PAIR, f"{PAIR}-dense"
 TOKENS = 32
 ACCEPTED = "vllm:spec_decode_num_accepted_tokens_total"
+ANSWERED = "specbranch_answered_total"
 BEGINNINGS = ("Here is a story about", "The most important fact about", "def count_words(text):  #", "A poem about")
 PROMPTS = [f"{start} {subject}" for subject in ("water", "the moon", "bread", "winter") for start in BEGINNINGS]
 MAX_SILENCE_S = 5.0
@@ -249,12 +250,12 @@ def test_a_killed_draft_loses_no_request_changes_no_output_and_comes_back(
     wait_for(lambda: "the draft service is back" in served.out.read_text())
     assert "was ended by SIGKILL; restarting it in 1 s" in served.out.read_text()
     assert served.draft_pid() != killed
-    before = served.metric(ACCEPTED)
+    before = served.metric(ANSWERED)
 
     def has_drafts_again() -> bool:
         """vLLM finds the new service within seconds, which may be one answer later; every answer is the right one."""
         assert complete(client, PROMPTS[2]) == bare[2]
-        return served.metric(ACCEPTED) > before
+        return served.metric(ANSWERED) > before
 
     wait_for(has_drafts_again)
 

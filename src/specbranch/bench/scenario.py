@@ -179,7 +179,7 @@ class Scenario(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         for method in self.methods:
             settings = self.proposer_settings(method, "ipc://unused")
             if settings is not None:
-                settings.client_options(self.gamma)
+                settings.checked_settings(self.gamma)
 
     def proposer_settings(self, method: BenchMethod, address: str) -> ProposerSettings | None:
         """Return the proposer's settings for a method and a draft service at `address`.
@@ -318,7 +318,7 @@ def check_methods(scenario: Scenario) -> None:
                 _check_speculation(method)
             settings = scenario.proposer_settings(method, "ipc://unused")
             if settings is not None:
-                settings.client_options(scenario.gamma)
+                settings.checked_settings(scenario.gamma)
         except SpecBranchError as error:
             raise ScenarioError(f"method {method.name!r}: {error}") from error
     if installed.runs_on_cpu():

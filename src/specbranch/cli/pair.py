@@ -37,6 +37,7 @@ class ModelLoadError(SpecBranchError, RuntimeError):
 class LocalPairOptions:
     """The target to load, with a draft service to start (`draft`), one that runs already (`remote`), or none.
 
+    Without a service, drafts come from the text if `has_text_drafts`; otherwise vLLM runs bare.
     `section` holds the proposer's settings without the address, `gamma` is the maximum of draft tokens to verify at
     once, and `arguments` are passed to `vllm.LLM`. Without `target_cores` the target is not pinned. `timeline` is the
     file that the draft service will write.
@@ -47,6 +48,7 @@ class LocalPairOptions:
     section: Mapping[str, Any] = field(default_factory=dict)
     gamma: int = 8
     remote: RemoteDraft | None = None
+    has_text_drafts: bool = False
     target_cores: Sequence[int] | None = None
     timeline: Path | None = None
     arguments: Mapping[str, Any] = field(default_factory=dict)
@@ -55,19 +57,25 @@ class LocalPairOptions:
         """Check directories, settings and all of `Preflight` before a model loads; raise the first error."""
         check_directory("--timeline", self.timeline)
         if self.is_drafting:
-            self.settings({}).client_options(self.gamma)
+            self.settings(self.where).checked_settings(self.gamma)
         Preflight(
             target=self.target,
             draft=self.draft,
             remote=self.remote,
+            has_text_drafts=self.has_text_drafts,
             arguments=self.vllm_arguments(),
             target_cores=self.target_cores,
         ).run()
 
     @property
     def is_drafting(self) -> bool:
-        """Whether a draft model is used, in a draft service to be started here or in one that runs already."""
-        return self.draft is not None or self.remote is not None
+        """Whether vLLM runs with our proposer: there is a draft, or drafts come from the text."""
+        return self.draft is not None or self.remote is not None or self.has_text_drafts
+
+    @property
+    def where(self) -> dict[str, Any]:
+        """The settings that say where the draft service is; {} for one to be started, whose address is not known."""
+        return self.remote.section if self.remote else {} if self.draft else {"address": None}
 
     def settings(self, more: Mapping[str, Any]) -> ProposerSettings:
         """Return the proposer's settings; `more` adds to `section` or replaces values in it, such as the address."""
@@ -139,8 +147,7 @@ class LocalPair:
                 draft.wait_until_up()
 
     def _settings(self, **changes: Any) -> ProposerSettings:
-        remote = self._options.remote
-        where = remote.section if remote else {"address": self._address} if self._address else {}
+        where = {"address": self._address} if self._address else self._options.where
         return self._options.settings({**where, **changes})
 
 

@@ -54,17 +54,23 @@ class Preflight:
     """The checks before a target is started, and the options of this start that they read.
 
     `arguments` are for `vllm.LLM`, `flags` for `vllm serve`. The draft service of `draft` will be started, that of
-    `remote` runs already; without either, vLLM runs without drafts. With `is_server`, a free port is needed. Without
-    `target_cores`, cores are not checked.
+    `remote` runs already; without either, vLLM runs bare unless `has_text_drafts`. With `is_server`, a free port is
+    needed. Without `target_cores`, cores are not checked.
     """
 
     target: str
     draft: DraftServiceOptions | None = None
     remote: RemoteDraft | None = None
+    has_text_drafts: bool = False
     arguments: Mapping[str, Any] = field(default_factory=dict)
     flags: Flags = field(default_factory=lambda: Flags([]))
     is_server: bool = False
     target_cores: Sequence[int] | None = None
+
+    @property
+    def has_proposer(self) -> bool:
+        """Whether vLLM will run with our proposer."""
+        return self.draft is not None or self.remote is not None or self.has_text_drafts
 
     def run(self) -> None:
         """Run the checks in order, and raise the error of the first one that fails."""
@@ -100,7 +106,7 @@ class Preflight:
         flaw = vllm_flaw()
         if flaw is not None:
             raise UsageError(flaw)
-        if self.draft is None and self.remote is None:
+        if not self.has_proposer:
             return None
         version, oldest = installed.version(), compat.TESTED[0]
         series = tuple(int(part) for part in re.findall(r"\d+", version)[:2])
@@ -116,7 +122,7 @@ class Preflight:
         if known is not None:
             check_flags(self.flags, known)
             check_arguments(self.arguments, known)
-        if self.draft is not None or self.remote is not None:
+        if self.has_proposer:
             if self.arguments.get("speculative_config") is not None:
                 raise FlagError("speculative_config is set by this command; use its own options, or --bare")
             layout_of(self.flags).check_supported()

@@ -14,8 +14,11 @@ stay longer. The service keeps a separate history for each namespace, so guesses
 
 from __future__ import annotations
 
+from array import array
 from collections import deque
 from collections.abc import Collection, Sequence
+
+import numpy as np
 
 from specbranch.core.calibration import Calibration, Grounds
 from specbranch.core.node import Node
@@ -27,7 +30,13 @@ SOURCES = (TEXT, MEMORY)
 
 Guess = list[tuple[int, Grounds]]  # consecutive tokens, each with its grounds
 LENGTHS = (5, 4, 3, 2)  # lengths of the context to match before a guess; the longest is tried first
-_MAX_NEWEST = 64  # tokens to index right before a guess; an answer to the target may wait for this
+_MAX_NEWEST = 2048  # tokens to index right before a guess; an answer to the target may wait for this
+# Positions are found by the three tokens before them, for matches of up to five, or else by the two before them.
+_CHAINED = ((3, LENGTHS[0]), (LENGTHS[-1], LENGTHS[-1]))
+_MAX_CANDIDATES = 32  # positions to compare with a context
+_MAX_LOAD = 4  # positions for each entry of the table of hashes
+_MIN_VECTORISED = 64  # new positions from which NumPy is faster than a loop
+_HASH_BITS, _MASK, _MIXER = 32, 0xFFFFFFFF, 0x9E3779B1
 _CAPACITY = 1 << 17  # tokens of all targets together; about 400 bytes each
 _MIN_LEN = 3  # shortest context to match in a past answer; a shorter match means little
 
@@ -46,7 +55,7 @@ class NgramDrafter:
         self._answer = answer
 
     def index_new_tokens(self) -> None:
-        """Add tokens of the sequence that are not indexed yet to the index, at most 2048 in each call."""
+        """Add tokens of the sequence that are not indexed yet to the index, at most 8192 in each call."""
         self._index.index_new_tokens()
 
     def extend(
@@ -99,23 +108,23 @@ class NgramDrafter:
 class NgramIndex:
     """Finds where the last few tokens of a sequence occurred before in it.
 
-    `tokens` is a list that only grows; `index_new_tokens` indexes a bounded number of its tokens per call. Memory: at
-    most one entry for each position and each of `LENGTHS`.
+    `tokens` is a list that only grows; `index_new_tokens` indexes a bounded number of its tokens per call. A lookup
+    compares the context with the newest 32 positions after the same three tokens; if none match, it looks for the last
+    two tokens. Memory: about 12 to 16 bytes for each token.
     """
 
     def __init__(self, tokens: list[int]) -> None:
         self.num_indexed = 1
         self._tokens = tokens
-        self._positions: dict[tuple[int, ...], int] = {}
+        self._chains = [_PositionChains(length, longest) for length, longest in _CHAINED]
 
-    def index_new_tokens(self, max_tokens: int = 2048) -> None:
-        """Index the new tokens of the sequence, at most `max_tokens`; a long prompt takes several calls."""
+    def index_new_tokens(self, max_tokens: int = 8192) -> None:
+        """Index the new tokens of the sequence, at most `max_tokens`; a very long prompt takes several calls."""
         end = min(len(self._tokens), self.num_indexed + max_tokens)
-        for position in range(self.num_indexed, end):
-            for length in LENGTHS:
-                if length <= position:
-                    self._positions[tuple(self._tokens[position - length : position])] = position
-        self.num_indexed = max(self.num_indexed, end)
+        if end > self.num_indexed:
+            for chains in self._chains:
+                chains.extend(self._tokens, end)
+            self.num_indexed = end
 
     def continuation(self, tail: Sequence[int], count: int) -> tuple[list[int], int]:
         """Return the tokens after the last earlier occurrence of the context, and how many tokens of it matched.
@@ -124,13 +133,118 @@ class NgramIndex:
         `count` tokens; an empty list and 0 if nothing matches.
         """
         longest = LENGTHS[0]
-        end = [*self._tokens[-longest:], *tail][-longest:]
-        for length in LENGTHS:
-            if length <= len(end):
-                position = self._positions.get(tuple(end[-length:]))
-                if position is not None:
-                    return self._tokens[position : position + count], length
+        context = [*self._tokens[-longest:], *tail][-longest:]
+        for chains in self._chains:
+            position, length = chains.find(self._tokens, context)
+            if length:
+                return self._tokens[position : position + count], length
         return [], 0
+
+
+class _PositionChains:
+    """The positions of a sequence, chained by a hash of the `length` tokens before each, the newest position first.
+
+    Matches of `length` to `longest` tokens are found. Contexts with the same hash share a chain, which costs time and
+    gives no wrong match, because the tokens are compared too.
+    """
+
+    def __init__(self, length: int, longest: int) -> None:
+        self._length, self._longest = length, longest
+        self._shift = _HASH_BITS
+        self._newest = array("i", [0])  # by hash, the newest position; 0 is none, since no tokens come before it
+        self._previous = array("i", [0])  # by position, the next older one of the same hash
+
+    def extend(self, tokens: Sequence[int], end: int) -> None:
+        """Add the positions up to `end`, without it, that are not in the chains yet."""
+        if end > _MAX_LOAD * len(self._newest):
+            self._clear(end)
+        begin = len(self._previous)
+        if end - begin >= _MIN_VECTORISED:
+            self._add_many(tokens, begin, end)
+            return
+        newest, previous, length = self._newest, self._previous, self._length
+        for position in range(begin, end):
+            older = 0
+            if position >= length:
+                place = self._hash(tokens[position - length : position])
+                older, newest[place] = newest[place], position
+            previous.append(older)
+
+    def find(self, tokens: Sequence[int], context: Sequence[int]) -> tuple[int, int]:
+        """Return the position after the longest match of the end of `context`, and the match's length.
+
+        Of equally long matches the newest is returned; (0, 0) if there is none.
+        """
+        best = self._length - 1
+        if len(context) <= best:
+            return 0, 0
+        mixed = 0
+        for token in context[-self._length :]:  # as in `_hash`; a call would cost as much again
+            mixed = (mixed + token) * _MIXER & _MASK
+        position = self._newest[mixed >> self._shift]
+        if position <= best:
+            return 0, 0
+        best_position = 0
+        context = context[-self._longest :]
+        longest, previous, wanted = len(context), self._previous, context[-self._length]
+        for _ in range(_MAX_CANDIDATES):
+            if position <= best:  # too few tokens come before it
+                break
+            # This one token shows of most candidates that they are no better.
+            if tokens[position - best - 1] == wanted and (length := _num_equal(tokens, position, context)) > best:
+                best, best_position = length, position
+                if length == longest:
+                    break
+                wanted = context[-best - 1]
+            position = previous[position]
+        return (best_position, best) if best_position else (0, 0)
+
+    def _hash(self, context: Sequence[int]) -> int:
+        mixed = 0
+        for token in context:
+            mixed = (mixed + token) * _MIXER & _MASK
+        return mixed >> self._shift
+
+    def _clear(self, num_positions: int) -> None:
+        """Remove all positions, and make room for this number of them and three times as many."""
+        bits = (num_positions - 1).bit_length() - 1
+        self._shift = _HASH_BITS - bits
+        self._newest = array("i", bytes(4 << bits))
+        self._previous = array("i", [0])
+
+    def _add_many(self, tokens: Sequence[int], begin: int, end: int) -> None:
+        """Add the positions from `begin` to `end`, without it, by sorting their hashes."""
+        length = self._length
+        first = max(begin, length)
+        self._previous.extend([0] * (first - begin))
+        window = np.array(array("i", tokens[first - length : end - 1])).view(np.uint32)
+        num = end - first
+        mixed = np.zeros(num, dtype=np.uint32)
+        for index in range(length):
+            mixed += window[index : index + num]
+            mixed *= np.uint32(_MIXER)
+        # One number holds hash and position, so a plain sort keeps the order of positions with the same hash.
+        keys = (mixed >> np.uint32(self._shift)).astype(np.int64) << _HASH_BITS
+        keys += np.arange(first, end)
+        keys.sort()
+        places, positions = keys >> _HASH_BITS, keys.astype(np.int32)
+        newest = np.frombuffer(self._newest, dtype=np.int32)
+        is_first = np.append(True, places[1:] != places[:-1])
+        older = np.where(is_first, newest[places], np.append(np.int32(0), positions[:-1]))
+        newest[places] = positions  # of the same place the last remains
+        previous = np.empty(num, dtype=np.int32)
+        previous[positions - first] = older
+        self._previous.frombytes(previous.tobytes())
+
+
+def _num_equal(tokens: Sequence[int], position: int, context: Sequence[int]) -> int:
+    """Return how many tokens before `position` equal the end of `context`."""
+    num = 0
+    for token in reversed(context[-position:]):
+        if tokens[position - 1 - num] != token:
+            break
+        num += 1
+    return num
 
 
 class PastOutput:

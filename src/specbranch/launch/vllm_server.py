@@ -59,7 +59,7 @@ class VllmServeCommand:
         for name in ("--speculative-config", "-sc", "--spec-method", "--spec-model", "--spec-tokens"):
             if self.flags.has(name):
                 raise FlagError(
-                    f"{name} is set by `specbranch serve`; use --draft, --gamma, --planner and --set instead"
+                    f"{name} is set by `specbranch serve`; use --draft, --gamma, --planner and --set, or --bare"
                 )
 
     @property

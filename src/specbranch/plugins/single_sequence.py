@@ -1,4 +1,4 @@
-"""Drafts for an engine that decodes one sequence at a time; if the draft service fails, it decodes without drafts.
+"""Drafts for an engine that decodes one sequence at a time; if the draft service has none, they come from the text.
 
 Such an engine does not say when a sequence begins or ends, nor which draft tokens were accepted; all of this is derived
 from the sequence that each call passes. Sequences that several threads decode at the same time get few drafts.
@@ -23,17 +23,22 @@ TokenArray = np.ndarray[Any, np.dtype[Any]]
 class SingleSequenceDrafts:
     """Gets drafts for a target that decodes one sequence at a time. No call raises or exceeds the deadline.
 
-    `max_draft_tokens` is the maximum that the target verifies at once; `target` describes its vocabulary.
+    `max_draft_tokens` is the maximum that the target verifies at once; `target` describes its vocabulary. If the
+    settings name no service, all drafts come from the text.
     """
 
     def __init__(self, settings: DraftSettings, max_draft_tokens: int, target: VocabFingerprint) -> None:
-        self._client = draft_client(settings.client_options(max_draft_tokens, target.size, target.hashes))
+        self._text_drafter = settings.text_drafter(max_draft_tokens)
+        self._client = None
+        if settings.address is not None:
+            self._client = draft_client(settings.client_options(max_draft_tokens, target.size, target.hashes))
         self._max_draft_tokens = max_draft_tokens
         self._gate = Gate() if settings.is_gated else None
         self._lock = threading.Lock()
         self._text: TokenArray = np.empty(0, dtype=np.int32)
         self._num_texts = 0
         self._num_drafted = 0  # in the last call
+        self._num_from_service = 0  # of these tokens
         self._was_asked = False  # whether the client was asked in the last call
         self._called_s = 0.0
         self.num_accepted = 0  # draft tokens of all sequences
@@ -43,7 +48,7 @@ class SingleSequenceDrafts:
         if not self._lock.acquire(blocking=False):
             return
         try:
-            if self._gate is None or self._gate.was_open:
+            if self._client is not None and (self._gate is None or self._gate.was_open):
                 self._client.announce_prompts([prompt])
         finally:
             self._lock.release()
@@ -63,32 +68,39 @@ class SingleSequenceDrafts:
             self._lock.release()
 
     def close(self) -> None:
-        """Close the connection to the draft service."""
-        self._client.close()
+        """Close the connection to the draft service, if there is one."""
+        if self._client is not None:
+            self._client.close()
 
     def _after(self, text: TokenArray, max_len: int, has_recurring_noise: bool) -> list[int]:
         num_new = self._num_new(text)
         now_s = time.monotonic()
-        if num_new:
+        step_s = now_s - self._called_s if num_new else None
+        if step_s is not None:
             self.num_accepted += num_new - 1
             if self._gate is not None:
-                self._gate.observe(1, num_new, now_s - self._called_s, self._num_drafted > 0)
+                self._gate.observe(1, num_new, step_s, self._num_from_service > 0)
         else:
+            if self._text_drafter is not None:
+                self._text_drafter.forget([str(self._num_texts)])
             self._num_texts += 1
-        was_asked = self._was_asked
-        self._was_asked = max_len > 0 and (self._gate is None or self._gate.is_open(1))
+        was_asked, num_from_text = self._was_asked, self._num_drafted - self._num_from_service
+        self._was_asked = self._client is not None and max_len > 0 and (self._gate is None or self._gate.is_open(1))
+        update = SequenceUpdate(
+            text,
+            num_new or 1,
+            self._num_from_service if num_new else 0,
+            name=str(self._num_texts),
+            has_recurring_noise=has_recurring_noise,
+        )
         draft: list[int] = []
-        if self._was_asked:
-            submitted = self._num_drafted if num_new else 0
-            committed = SequenceUpdate(
-                text,
-                num_new or 1,
-                submitted,
-                name=str(self._num_texts),
-                has_recurring_noise=has_recurring_noise,
-            )
-            step_s = now_s - self._called_s if was_asked and num_new else None
-            draft = self._client.propose([committed], step_s)[0].tokens
+        if self._client is not None and self._was_asked:
+            draft = self._client.propose([update], step_s if was_asked and not num_from_text else None)[0].tokens
+        had_drafts, self._num_from_service = self._num_from_service > 0, min(len(draft), max_len)
+        if self._text_drafter is not None and max_len and not draft:
+            if step_s is not None and not had_drafts:
+                self._text_drafter.observe_step(1, num_from_text, num_new, step_s)
+            draft = self._text_drafter.draft(str(self._num_texts), text, update.num_new, max_len, has_recurring_noise)
         self._text, self._num_drafted, self._called_s = text, min(len(draft), max_len), now_s
         return draft[:max_len]
 

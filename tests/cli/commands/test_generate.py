@@ -229,10 +229,11 @@ def test_without_a_terminal_loading_is_one_plain_line(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "give one of --draft MODEL, --draft-address ADDRESS, or --bare"),
-        (["--draft", "d", "--draft-address", "ipc://x"], "give one of"),
+        (["--draft", "d", "--draft-address", "ipc://x"], "give only one of"),
+        (["--planner", "pearl", "--prompt", "x"], "planner 'pearl' with these settings makes none; name a draft"),
+        (["--prompt", "x", "--timeline", "t"], "and there is none; name a --draft"),
         (["--draft-address", "ipc:///tmp/x", "--prompt", "x", "--timeline", "t"], "give it to `specbranch draft`"),
-        (["--bare", "--compare", "--prompt", "x"], "--bare has no draft"),
+        (["--bare", "--compare", "--prompt", "x"], "--bare has no drafts"),
         (["--bare", "--chat", "--json"], "a chat does not go with"),
         (["--draft", "d", "--prompt", "x", "--set", "gamma"], "give KEY=VALUE"),
         (["--draft", "d", "--prompt", "x", "--timeline", "/no/such/place/t.json"], "there is no directory"),

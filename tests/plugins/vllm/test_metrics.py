@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from specbranch.core.text_drafter import TextCounts
 from specbranch.plugins.vllm import stats_file
 from specbranch.plugins.vllm.metrics import STATES, Collector
 from specbranch.plugins.vllm.stats_file import (
@@ -246,6 +247,19 @@ def test_a_proposer_that_does_not_draft_is_off(collector: Collector) -> None:
     show("ipc:///nowhere/draft.sock", namespace=b"")
 
     assert samples(collector)["specbranch_state", "0", "off"] == 1
+
+
+def test_a_proposer_without_a_service_drafts_from_the_text_or_is_off(collector: Collector) -> None:
+    text = TextCounts(text_drafts=5, text_tokens=20, text_accepted=12, text_faults=1)
+    show([], namespace=b"", counts=text.as_dict())
+    show([], namespace=b"", engine=1, counts={})
+    found = samples(collector)
+
+    assert found["specbranch_state", "0", "text"] == found["specbranch_state", "1", "off"] == 1
+    assert found["specbranch_text_drafts_total", "0"] == 5
+    assert found["specbranch_text_tokens_total", "0"] == 20
+    assert found["specbranch_text_accepted_tokens_total", "0"] == 12
+    assert found["specbranch_text_faults_total", "0"] == 1
 
 
 def test_a_draft_with_another_vocabulary_is_a_state_of_its_own_while_it_is_there(

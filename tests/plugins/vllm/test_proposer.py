@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import zmq
 
 from specbranch.core.planners import SettingError
 from specbranch.core.round import AcceptanceHint, Draft
@@ -22,9 +24,11 @@ from specbranch.plugins.vllm import SpecBranchProposer, compat
 from specbranch.plugins.vllm import proposer as vllm_proposer
 from specbranch.plugins.vllm import settings as vllm_settings
 from specbranch.plugins.vllm.compat import PAD
+from specbranch.plugins.vllm.proposer import RowTextDrafter
 from specbranch.plugins.vllm.settings import LayoutError, ProposerSettings, read_settings
 from specbranch.service.client.gate import Decision, StepTimer
 from specbranch.service.client.interface import ClientOptions, SequenceUpdate
+from specbranch.service.client.pool import draft_client
 
 
 class FixedClient:
@@ -425,9 +429,9 @@ def test_what_the_gate_decides_is_logged_when_it_changes(
             proposer.core._gate.log_decisions({8: Decision(8, is_open, 9.1, 9.4, 256)})
 
     assert [record.getMessage() for record in caplog.records] == [
-        f"specbranch: with 5-8 requests at once 9.1 tokens/s with drafts, 9.4 without: drafts are {state}, next "
-        "comparison after 256 steps"
-        for state in ("off", "on")
+        f"specbranch: with 5-8 requests at once 9.1 tokens/s with the draft model, 9.4 without: the draft model is "
+        f"{state}, next comparison after 256 steps"
+        for state in ("off; text drafts go on", "on")
     ]
 
 
@@ -649,3 +653,196 @@ def test_pads_that_vllm_counts_as_draft_tokens_are_known(
     runner_class(proposer).execute_model(scheduled, later=0)
 
     assert proposer.num_pads == 5
+
+
+class Reader:
+    """Requests whose answers repeat the same nine tokens, decoded with what the proposer drafts for them."""
+
+    def __init__(self, proposer: SpecBranchProposer, num_rows: int = 1, *images: str) -> None:
+        self.proposer = proposer
+        self.runner = FakeRunner(proposer, *images)
+        self.texts = [[row, 10] for row in range(num_rows)]
+        self._drafts: list[list[int]] = [[] for _ in range(num_rows)]
+
+    def step(self, **news: Any) -> list[list[int]]:
+        """Decode one step and return the drafts after it."""
+        self.proposer.on_step_scheduled(self.runner, compat.StepInfo(**news))
+        sampled = []
+        for text, draft in zip(self.texts, self._drafts, strict=True):
+            new = [(text[-1] - 10 + 1) % 9 + 10]
+            for token in draft:
+                if token != new[-1]:
+                    break
+                new.append((token - 10 + 1) % 9 + 10)
+            text += new
+            sampled.append(new)
+        table = np.zeros((len(self.texts), 1000), dtype=np.int32)
+        for row, text in enumerate(self.texts):
+            table[row, : len(text)] = text
+        self._drafts = self.proposer.propose(sampled, np.array([len(text) for text in self.texts]), table)
+        return self._drafts
+
+    def read(self, num_steps: int) -> int:
+        """Decode some steps, and return how many tokens the first request got."""
+        before = len(self.texts[0])
+        for _ in range(num_steps):
+            self.step()
+        return len(self.texts[0]) - before
+
+
+LONG: Any = {"model": {"max_model_len": 1000}}
+FREELY = {"cost_aware": False}  # in these tests a step takes no time
+
+
+@contextlib.contextmanager
+def service_that_is(state: str, directory: Path) -> Iterator[str | None]:
+    """The address of a draft service that is not there, that says nothing, or None."""
+    address = f"ipc://{directory}/draft.sock"
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as silent:
+        if state == "late":
+            silent.bind(address)
+        yield None if state == "none" else address
+
+
+@pytest.mark.parametrize("state", ["none", "dead", "late"])
+def test_without_a_service_that_answers_drafts_come_from_the_text(
+    state: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    with service_that_is(state, tmp_path) as address:
+        proposer = proposer_with(monkeypatch, target=LONG, planner="none")
+        monkeypatch.setattr("specbranch.plugins.vllm.proposer.draft_client", draft_client)
+        proposer.configure(ProposerSettings(address=address, settings=FREELY, deadline_ms=5, is_gated=False))
+        reader = Reader(proposer)
+        first, later = reader.read(15), reader.read(15)
+        client = proposer.core._client
+        if client is not None:
+            client.close()
+
+    counts = proposer.counts()
+    assert first > 15 and later > 40, "of at most 45: two draft tokens and one more"
+    assert counts["text_accepted"] >= 25 and counts["text_faults"] == 0
+    assert (counts.get("unreachable", 0) == 30) == (state == "dead")
+    assert (counts.get("timeouts", 0) > 0) == (state == "late")
+    assert (client is None) == (state == "none")
+
+
+def test_text_drafts_go_on_while_the_gate_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    proposer = proposer_with(monkeypatch, target=LONG, is_gated=True, settings=FREELY)
+    monkeypatch.setattr(proposer.core._gate, "is_worthwhile", lambda *_: False)
+    reader = Reader(proposer)
+    reader.read(15)
+
+    client: Any = proposer.core._client
+    assert reader.read(10) > 25 and client.told == []
+    assert not proposer.core._had_drafts, "the gate compares the service with text drafts"
+
+
+def test_the_draft_models_death_costs_no_text_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first step without an answer of the service has text drafts already."""
+    proposer = proposer_with(monkeypatch, target=LONG, settings=FREELY)
+    client: Any = proposer.core._client
+    reader = Reader(proposer)
+    for _ in range(12):
+        client._proposal = [(reader.texts[0][-1] - 10 + more) % 9 + 10 for more in (2, 3)]
+        reader.step()
+    client._proposal = []
+
+    assert all(reader.step()[0] for _ in range(10))
+
+
+def test_drafts_of_the_service_come_first_and_then_the_text_is_not_even_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    proposer = proposer_with(monkeypatch, target=LONG)
+    text: Any = proposer.core._text
+    monkeypatch.setattr(text, "drafter", None)  # nothing may be asked of it
+
+    assert Reader(proposer, 2).step() == [[5, 6], [5, 6]]
+
+
+def test_rows_that_may_have_no_drafts_get_none_from_the_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    proposer = proposer_with(monkeypatch, target=LONG, address=None, settings=FREELY)
+    reader = Reader(proposer, 4, "b")
+    reader.step(limits={"c": 0, "d": 1})
+    reader.read(20)
+
+    assert [len(draft) for draft in reader.step()] == [2, 0, 0, 1]
+    proposer.core._max_model_len = len(reader.texts[0]) + 4
+    assert [len(draft) for draft in reader.step()] == [0, 0, 0, 1], "room for one token of vLLM's own"
+    reader.runner.input_batch.req_ids = []  # a runner that does not say what its rows are
+    assert reader.step() == [[], [], [], []]
+
+
+def test_text_drafts_teach_the_service_no_price_and_steps_without_its_drafts_teach_ours(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    proposer = proposer_with(monkeypatch, target=LONG, settings=FREELY)
+    proposer.core._timer = StepTimer(partial(next, itertools.count()))  # every step takes a second
+    client: Any = proposer.core._client
+    text: Any = proposer.core._text
+    seen: list[tuple[int, int, int]] = []
+    monkeypatch.setattr(text.drafter, "observe_step", lambda rows, sent, got, step_s: seen.append((rows, sent, got)))
+    reader, known = Reader(proposer), []
+    for index in range(16):
+        client._proposal = [5] if index == 4 else []
+        known.append((reader.step()[0], client.step_s))
+
+    drafts = [draft for draft, _ in known]
+    assert [step_s is None for _, step_s in known[1:]] == [bool(draft) and draft != [5] for draft in drafts[:-1]]
+    assert len(seen) == 16 - 3, "not after the first step, not that of [5] itself, not the one that verified it"
+    assert {sent for _, sent, _ in seen} == {0, *(len(draft) for draft in drafts[5:-1])}
+
+
+def test_requests_that_have_ended_are_forgotten_and_what_they_said_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    proposer = proposer_with(monkeypatch, target=LONG, address=None, settings=FREELY)
+    reader = Reader(proposer)
+    reader.read(8)
+    again = Reader(proposer)
+    again.runner.input_batch.req_ids = ["b"]
+    drafts = [*again.step(ended=["a"]), *again.step(), *again.step()]
+    text: Any = proposer.core._text
+
+    assert list(text.drafter._sessions) == ["b"]
+    assert drafts[-1], "the nine tokens were not repeated yet, but the request before said them"
+
+
+@pytest.mark.parametrize(("step_s", "num_rows"), [(None, 16), (0.1, 16), (1.0, 25), (9.0, 40)])
+def test_many_rows_of_a_fast_target_take_turns(step_s: float | None, num_rows: int) -> None:
+    """A row takes 2 ms here, and all text drafts of a step may take a twentieth of it."""
+    drafted: list[str] = []
+    drafter: Any = SimpleNamespace(draft=lambda name, *_: drafted.append(name) or [7])
+    rows = RowTextDrafter(drafter, clock=lambda: 0.002 * len(drafted))
+    updates = {index: SequenceUpdate([1, 2], 1, name=f"r{index}") for index in range(40)}
+    nums = []
+    for _ in range(4):
+        drafts = [Draft([]) for _ in updates]
+        rows.fill(drafts, updates, [2] * 40, step_s)
+        nums.append(sum(bool(draft.tokens) for draft in drafts))
+
+    assert nums == [16, num_rows, num_rows, num_rows]
+    assert len(set(drafted)) == 40
+
+
+def test_a_fault_while_drafting_from_the_text_costs_drafts_only(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    proposer = proposer_with(monkeypatch, target=LONG, address=None)
+    text: Any = proposer.core._text
+    monkeypatch.setattr(text.drafter, "_draft", lambda *_: 1 // 0)
+
+    assert Reader(proposer, 2).read(3) == 3
+    assert proposer.counts()["text_faults"] == 6
+    assert caplog.text.count("drafting from the text failed") == 1
+
+
+@pytest.mark.parametrize(
+    ("section", "has_text"),
+    [({}, True), ({"planner": "pearl"}, False), ({"settings": {"uses_text": False, "uses_memory": False}}, False)],
+)
+def test_only_planners_that_draft_from_the_text_do_so_here(
+    section: dict[str, Any], has_text: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert (proposer_with(monkeypatch, **section).core._text is not None) == has_text
+    if not has_text:
+        with pytest.raises(SettingError, match="makes none; name a draft"):
+            proposer_with(monkeypatch, address=None, **section)
+    off = proposer_with(monkeypatch, address=None, planner="none")
+    assert not off.core.is_on and off.counts() == {}

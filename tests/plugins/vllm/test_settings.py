@@ -7,6 +7,7 @@ import sys
 
 import pytest
 
+from specbranch.core.planners import SettingError
 from specbranch.launch.vllm_flags import Flags, layout_of
 from specbranch.launch.vllm_server import VllmServeCommand
 from specbranch.plugins.vllm.settings import (
@@ -32,6 +33,17 @@ def test_the_proposer_reads_the_settings_that_were_given() -> None:
     }
     assert set(arguments) == {"speculative_config", "additional_config"}
     assert read_settings(arguments["additional_config"]["specbranch"]) == settings
+
+
+def test_an_address_of_none_is_not_mistaken_for_the_usual_one() -> None:
+    settings = ProposerSettings(address=None)
+    section = proposer_arguments(settings)["additional_config"]["specbranch"]
+
+    assert section["address"] is None and "keys" not in section
+    assert read_settings(section) == settings != ProposerSettings()
+    assert settings.checked_settings(6) == {"gamma": 6}
+    with pytest.raises(SettingError, match="name no draft service"):
+        settings.client_options(6)
 
 
 def test_they_are_made_without_vllm_and_without_heavy_libraries() -> None:

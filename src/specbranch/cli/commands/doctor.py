@@ -128,7 +128,8 @@ def _findings(target: str | None, draft: str | None, engine: str | None, device:
     if target is None:
         return []
     options = DraftServiceOptions(draft, engine=engine, device=device) if draft else None
-    return Preflight(target=target, draft=place_pair(options, ParallelLayout()).draft, is_server=True).findings()
+    placed = place_pair(options, ParallelLayout()).draft
+    return Preflight(target=target, draft=placed, has_text_drafts=True, is_server=True).findings()
 
 
 def _place_any(device: str) -> DevicePlacement:

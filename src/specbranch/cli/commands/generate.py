@@ -1,4 +1,4 @@
-"""`specbranch generate`: one answer or a chat in the terminal, with a draft model that runs next to the target."""
+"""`specbranch generate`: one answer or a chat in the terminal, with drafts of a draft model or from the text."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def generate(
     settings: Settings = None,
     predictor: Predictor = "confidence",
     deadline_ms: DeadlineMs = 1000.0,
-    bare: Annotated[bool, typer.Option("--bare", help="Run without a draft: vLLM alone.")] = False,
+    bare: Annotated[bool, typer.Option("--bare", help="Run vLLM alone, without any drafts.")] = False,
     compare: Annotated[
         bool, typer.Option("--compare", help="Also answer without drafts on the same cores; compare speed and tokens.")
     ] = False,
@@ -110,14 +110,15 @@ def generate(
 ) -> None:
     """Answer one question, or chat, in the terminal.
 
+    Without --draft and --draft-address, drafts come from the text: what followed the same few tokens before.
     Accepted draft tokens are green, the target's own tokens plain.
     In a chat, /quit or Ctrl-D leaves, /clear clears the history, Ctrl-C stops.
     All other flags go to vLLM.
     """
     errors = (SpecBranchError, OSError)
     with friendly_errors(*errors), _leaving_at_ctrl_c():
-        if not bare and (draft is None) == (not draft_address):
-            raise UsageError("give one of --draft MODEL, --draft-address ADDRESS, or --bare to run without a draft")
+        if not bare and draft is not None and draft_address:
+            raise UsageError("give only one of --draft MODEL and --draft-address ADDRESS")
         section = {"planner": planner, "settings": parse_key_values("--set", settings), "predictor": predictor}
         given = vllm_arguments(context, vllm_arg)
         how = None
@@ -137,6 +138,7 @@ def generate(
             section={**section, "deadline_ms": deadline_ms, "is_gated": False},
             gamma=gamma or draft_length_limit(planner),
             remote=None if bare else remote_draft(draft_address, draft_keys),
+            has_text_drafts=not bare,
             # Without a draft on this machine the target is not pinned, unless the user names its cores.
             target_cores=place.target_cores if how or target_cores is not None else None,
             timeline=timeline,
@@ -231,9 +233,11 @@ class _Talk:
 
 def _check(options: LocalPairOptions, compare: bool) -> None:
     if not options.is_drafting and (compare or options.timeline):
-        raise UsageError("--bare has no draft; --compare and --timeline need one")
+        raise UsageError("--bare has no drafts; --compare and --timeline need some")
     if options.remote is not None and options.timeline:
         raise UsageError("--timeline is written by the draft service: give it to `specbranch draft`")
+    if options.draft is None and options.timeline:
+        raise UsageError("--timeline is written by the draft service, and there is none; name a --draft")
     options.check()
 
 

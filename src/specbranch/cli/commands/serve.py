@@ -1,4 +1,4 @@
-"""`specbranch serve`: start a draft service and `vllm serve` with our proposer as one command; or bare vLLM."""
+"""`specbranch serve`: start `vllm serve` with our proposer, and a draft service if a draft is named; or bare vLLM."""
 
 from __future__ import annotations
 
@@ -58,11 +58,15 @@ _KILLED = 130
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Plan:
-    """All options of the command, before anything starts. Without a local or remote draft model, vLLM runs bare."""
+    """All options of the command, before anything starts.
+
+    Without a local or remote draft, drafts come from the text; with `is_bare`, vLLM runs without our proposer.
+    """
 
     target: str
     draft: DraftServiceOptions | None
     remote: RemoteDraft | None
+    is_bare: bool
     target_cores: Sequence[int] | None
     gamma: int
     section: dict[str, Any]
@@ -85,17 +89,24 @@ class _Plan:
         if self.is_drafting:
             self.settings()
         self.options("ipc://unused" if self.draft else None)  # raises for flags that this command sets itself
-        Preflight(target=self.target, draft=self.draft, remote=self.remote, flags=self.flags, is_server=True).run()
+        Preflight(
+            target=self.target,
+            draft=self.draft,
+            remote=self.remote,
+            has_text_drafts=self.is_drafting,
+            flags=self.flags,
+            is_server=True,
+        ).run()
 
     @property
     def is_drafting(self) -> bool:
-        """Whether a draft model is used, in a draft service to be started here or in one that runs already."""
-        return self.draft is not None or self.remote is not None
+        """Whether vLLM runs with our proposer: there is a draft, or drafts come from the text."""
+        return not self.is_bare
 
     def settings(self) -> ProposerSettings:
         """Return the proposer's settings after checking them: invalid ones raise here, before vLLM is started."""
-        settings = self._merged(self.remote.section if self.remote else {})
-        settings.client_options(self.gamma)
+        settings = self._merged(self.remote.section if self.remote else {} if self.draft else {"address": None})
+        settings.checked_settings(self.gamma)
         return settings
 
     def _merged(self, where: Mapping[str, Any]) -> ProposerSettings:
@@ -127,18 +138,19 @@ def serve(
     no_gate: Annotated[
         bool, typer.Option("--no-gate", help="Always draft, also at loads where that was measured not to pay.")
     ] = False,
-    bare: Annotated[bool, typer.Option("--bare", help="Serve without a draft, on the same cores, to compare.")] = False,
+    bare: Annotated[bool, typer.Option("--bare", help="Serve plain vLLM, without any drafts, to compare.")] = False,
 ) -> None:
     """Serve TARGET with vLLM's OpenAI-compatible server and speed it up with a draft model.
 
+    Without --draft and --draft-address, drafts come from the text: what followed the same few tokens before.
     All other flags go to `vllm serve` unchanged; `vllm serve --help` lists them.
     The server listens on port 8000 unless --port says otherwise.
     Ctrl-C stops target and draft.
     """
     with friendly_errors(SpecBranchError):
         check_flag_typos(context)
-        if [draft is not None, bool(draft_address), bare].count(True) != 1:
-            raise UsageError("give one of --draft MODEL, --draft-address ADDRESS, or --bare to serve without a draft")
+        if [draft is not None, bool(draft_address), bare].count(True) > 1:
+            raise UsageError("give only one of --draft MODEL, --draft-address ADDRESS and --bare")
         section: dict[str, Any] = {
             "planner": planner,
             "settings": parse_key_values("--set", settings),
@@ -167,6 +179,7 @@ def serve(
             target=target,
             draft=place.draft,
             remote=remote_draft(draft_address, draft_keys),
+            is_bare=bare,
             target_cores=place.target_cores,
             gamma=gamma or draft_length_limit(planner),
             section=section,
@@ -322,13 +335,12 @@ def _summary(plan: _Plan, settings: ProposerSettings | None, address: str | None
     device = "CPU" if installed.runs_on_cpu() else "GPU"
     rows = {"target": f"{plan.target} on {device}, {name_cores(plan.target_cores)}"}
     if settings:
-        planned = settings.client_options(plan.gamma).settings
-        rows |= {
-            "draft": _describe_draft(plan),
-            "planner": " ".join([settings.planner, *(f"{key}={value}" for key, value in planned.items())]),
-            "deadline": f"{settings.deadline_ms:g} ms",
-            "socket": address or ", ".join(normalize_addresses(settings.address)),
-        }
+        planned = settings.checked_settings(plan.gamma)
+        rows["draft" if settings.address else "drafts"] = _describe_draft(plan)
+        rows["planner"] = " ".join([settings.planner, *(f"{key}={value}" for key, value in planned.items())])
+        if settings.address is not None:
+            rows["deadline"] = f"{settings.deadline_ms:g} ms"
+            rows["socket"] = address or ", ".join(normalize_addresses(settings.address))
     else:
         rows["draft"] = "none (bare vLLM)"
     rows["server"] = f"{endpoint} (loading; 'ready' follows)"
@@ -340,6 +352,7 @@ def _summary(plan: _Plan, settings: ProposerSettings | None, address: str | None
 def _describe_draft(plan: _Plan) -> str:
     if plan.draft:
         return f"{plan.draft.model} in {plan.draft.engine} on {plan.draft.device}, {name_cores(plan.draft.cores)}"
-    assert plan.remote is not None, "there is a draft of one kind"
+    if plan.remote is None:
+        return "from the text (no draft model)"
     models = dict.fromkeys(welcome.model for welcome in plan.remote.check())
-    return f"{', '.join(models)}, already running" if models else "not running now; vLLM starts without drafts"
+    return f"{', '.join(models)}, already running" if models else "not running now; vLLM starts without it"

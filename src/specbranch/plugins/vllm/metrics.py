@@ -27,7 +27,7 @@ from specbranch.service.wire.messages import REASONS, StatsReply
 
 log = logging.getLogger(__name__)
 
-STATES = ("on", "closed", "lagging", "vocabulary", "unreachable", "off")
+STATES = ("on", "closed", "lagging", "vocabulary", "unreachable", "text", "off")
 _TIMEOUT_S = 0.04  # for the replies of all services together
 _LABELS = ["model_name", "engine"]
 _COUNTS = {
@@ -51,6 +51,10 @@ _COUNTS = {
     ),
     "faults": ("faults", "Calls that failed by an error in specbranch itself."),
     "wait_s": ("wait_seconds", "Time that the target waited for drafts."),
+    "text_drafts": ("text_drafts", "Drafts from the text, for rows to which the draft service gave none."),
+    "text_tokens": ("text_tokens", "Tokens of drafts from the text."),
+    "text_accepted": ("text_accepted_tokens", "Tokens of drafts from the text that the target accepted."),
+    "text_faults": ("text_faults", "Drafts from the text that failed by an error in specbranch itself."),
 }
 _STATS: dict[str, tuple[str, Callable[[StatsReply], int]]] = {
     "hits": ("Verification results for which a draft branch was ready.", lambda stats: stats.hits),
@@ -152,14 +156,17 @@ class Collector:
         )
         for group, stats_clients, reach in groups:
             for shown in group:
-                now = state_of(shown, reach) if stats_clients else "off"
+                now = state_of(shown, reach) if stats_clients else _state_alone(shown)
                 for state in STATES:
                     family.add_metric([*_labels([shown]), state], float(state == now))
         return family
 
 
 def state_of(shown: PublishedStats, reach: ServiceStatus) -> str:
-    """Return the state of drafting, one of `STATES`, from a proposer's stats and the polled status of its service."""
+    """Return the state of drafting, one of `STATES`, from a proposer's stats and the polled status of its service.
+
+    While the service gives no drafts, drafts from the text go on; this is not a state of its own.
+    """
     if reach is ServiceStatus.ABSENT:
         return "unreachable"
     if shown.vocab_mismatch:
@@ -169,8 +176,14 @@ def state_of(shown: PublishedStats, reach: ServiceStatus) -> str:
     return "closed" if shown.is_closed else "on"
 
 
+def _state_alone(shown: PublishedStats) -> str:
+    """Return the state of drafting of a proposer that asks no service: drafts from the text, or none."""
+    return "text" if not shown.address and shown.counts else "off"
+
+
 def _services_of(shown: PublishedStats) -> tuple[tuple[str, ...], bytes, str]:
-    return (normalize_addresses(shown.address), shown.namespace, shown.keys or "")
+    addresses = normalize_addresses(shown.address) if shown.address else ()
+    return (addresses, shown.namespace, shown.keys or "")
 
 
 def _total(stats_clients: Sequence[StatsClient]) -> StatsReply | None:

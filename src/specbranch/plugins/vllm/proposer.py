@@ -1,4 +1,7 @@
-"""Get drafts for the rows of vLLM's batches, for either runner: gate, draft client, trained predictor, and counters.
+"""Get drafts for the rows of vLLM's batches, for either runner: gate, draft client, text drafts, predictor, counters.
+
+Rows that get no draft from the service get one from their own text and from past answers (`core/text_drafter.py`):
+also while the service is dead, late, or closed off by the gate, or if the settings name none.
 
 This module knows rows (`compat.BatchRow`) and nothing of a runner. vLLM's batches change their order and do not say
 that a request has ended. Neither matters, because the service finds sessions by their tokens.
@@ -9,10 +12,11 @@ from __future__ import annotations
 import functools
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from specbranch.core.round import Draft
+from specbranch.core.text_drafter import TextDrafter
 from specbranch.engines.vocabulary import read_fingerprint
 from specbranch.plugins.vllm import compat
 from specbranch.plugins.vllm.compat import BatchRow, StepInfo
@@ -26,12 +30,14 @@ from specbranch.service.client.pool import draft_client
 log = logging.getLogger("vllm.specbranch")  # below vLLM's own logger, to share its level and format
 
 _MAX_GATES = 64
+_TEXT_SHARE, _MIN_TEXT_ROWS = 0.05, 16  # of a step's time for text drafts; rows that get one in any case
+_SMOOTHING = 0.1  # the weight of the newest step in the time that a row's text draft takes
 
 
 class BatchDrafter:
-    """Gets drafts for the rows of each step.
+    """Gets drafts for the rows of each step, from the draft service and from the text.
 
-    Every worker creates an instance; only the worker whose drafts vLLM uses has a client of the draft service.
+    Every worker creates an instance; only the worker whose drafts vLLM uses drafts, and has a client of the service.
     """
 
     def __init__(self, vllm_config: Any, settings: ProposerSettings) -> None:
@@ -42,9 +48,10 @@ class BatchDrafter:
         self.max_draft_tokens = compat.num_speculative_tokens(vllm_config)
         self.is_output_rank = compat.is_output_rank()
         self._client: DraftSource | None = None
+        self._text: RowTextDrafter | None = None
         self._gate = SettingsGate()
         self._timer = StepTimer(time.monotonic)
-        self._had_drafts = False  # in the last step
+        self._had_drafts = False  # of the service, in the last step
         self._was_asked = False  # whether the client was asked in the last step
         self._limits: dict[str, int] = {}  # the most draft tokens of running requests that named a number
         self._vocab_sample = _vocab_sample(vllm_config) if self.is_output_rank else b""
@@ -59,8 +66,8 @@ class BatchDrafter:
 
     @property
     def is_on(self) -> bool:
-        """Whether this worker asks for drafts: vLLM uses its drafts, and the planner is not `none`."""
-        return self._client is not None
+        """Whether this worker drafts: vLLM uses its drafts, and the planner is not `none`."""
+        return self._client is not None or self._text is not None
 
     @property
     def uses_rejection(self) -> bool:
@@ -76,17 +83,23 @@ class BatchDrafter:
             self._use(settings)
 
     def counts(self) -> dict[str, float]:
-        """Return the counters of client and predictor by name, since the settings last changed; {} without a client."""
-        return self._client.counts.as_dict() | self.predictor.counts() if self._client else {}
+        """Return the counters of client, predictor and text drafts by name, since the settings last changed.
+
+        {} on a worker that does not draft.
+        """
+        counts = self._client.counts.as_dict() | self.predictor.counts() if self._client is not None else {}
+        return counts | self._text.drafter.counts.as_dict() if self._text is not None else counts
 
     def on_step_scheduled(self, news: StepInfo) -> None:
         """Store the draft limits of a step's new requests, and announce its prompts to the draft service. Never raise.
 
         It is called before the step runs, so that the draft model prefills the prompts at the same time as the target
-        and has drafts after the first token.
+        and has drafts after the first token. Requests that have ended are forgotten.
         """
         for name in news.ended if self._limits else ():
             self._limits.pop(name, None)
+        if self._text is not None and news.ended:
+            self._text.drafter.forget(news.ended)
         self._limits.update(news.limits)
         if news.prompts and self._client is not None and self._gate.was_open:
             self._client.announce_prompts(news.prompts)
@@ -99,53 +112,69 @@ class BatchDrafter:
         """
         was_asked, self._was_asked = self._was_asked, False
         drafts = [Draft([]) for _ in rows]
-        if self._client is None or not any(row.num_new for row in rows):
+        client, text = self._client, self._text
+        if (client is None and text is None) or not any(row.num_new for row in rows):
             return drafts
         num_new = [row.num_new for row in rows]
         step_s = self._timer.step_s(num_new, [len(row.tokens) for row in rows if row.num_new])
-        gate = self._gate.present
-        if gate is None or self._gate.is_worthwhile(gate, num_new, step_s, self._had_drafts):
-            updates = self._updates(rows)
-            self._was_asked = bool(updates)
-            # One step ran since the client was last asked, and it decoded these rows only.
-            is_pure_decode_step = was_asked and len(updates) == len(rows)
-            asked = list(updates.values())
-            found = self._client.propose(asked, step_s if is_pure_decode_step else None) if asked else []
+        gate, had_drafts = self._gate.present, self._had_drafts
+        may_ask = client is not None and (gate is None or self._gate.is_worthwhile(gate, num_new, step_s, had_drafts))
+        updates = self._updates(rows, may_ask) if may_ask or text is not None else {}
+        # vLLM adds one token of its own after the draft; both must fit.
+        rooms = [min(self.max_draft_tokens, max(self._max_model_len - len(row.tokens) - 1, 0)) for row in rows]
+        if client is not None and may_ask and updates:
+            self._was_asked = True
+            # One step ran since the client was last asked, and it decoded these rows only, without drafts of others.
+            is_known_step = was_asked and len(updates) == len(rows) and (text is None or not text.num_submitted)
+            found = client.propose(list(updates.values()), step_s if is_known_step else None)
             for index, draft in zip(updates, found, strict=True):
-                # vLLM adds one token of its own after the draft; both must fit.
-                room = min(self.max_draft_tokens, max(self._max_model_len - len(rows[index].tokens) - 1, 0))
-                if len(draft.tokens) > room:
-                    draft = Draft(draft.tokens[:room], draft.sampled_from[:room])
-                self._stats.lens[len(draft.tokens)] += 1
+                if len(draft.tokens) > rooms[index]:
+                    draft = Draft(draft.tokens[: rooms[index]], draft.sampled_from[: rooms[index]])
                 drafts[index] = draft
         self._had_drafts = any(draft.tokens for draft in drafts)
+        if text is not None:
+            text.num_submitted, num_submitted = 0, text.num_submitted
+            if not all(drafts[index].tokens for index in updates):
+                if step_s is not None and not had_drafts:
+                    text.drafter.observe_step(len(rows), num_submitted, sum(num_new), step_s)
+                text.fill(drafts, updates, rooms, step_s)
+        for index in updates:
+            self._stats.lens[len(drafts[index].tokens)] += 1
         if self._stats.file is not None:
             self._publish()
         return drafts
 
     def _use(self, settings: ProposerSettings) -> None:
-        vocab_len = compat.vocab_len(self._vllm_config)
-        options = settings.client_options(self.max_draft_tokens, vocab_len, self._vocab_sample)
+        text = settings.text_drafter(self.max_draft_tokens)
+        options = None
+        if settings.address is not None:
+            vocab_len = compat.vocab_len(self._vllm_config)
+            options = settings.client_options(self.max_draft_tokens, vocab_len, self._vocab_sample)
         self.predictor.configure(settings.trained_predictor)
         if self._client is not None:
             self._client.close()
         self.settings = settings
-        self._gate.configure(settings)
+        self._gate.configure(settings, text is not None)
         # Without a planner there is nothing to ask for.
-        self._client = draft_client(options) if self.is_output_rank and options.planner != "none" else None
+        is_drafting = self.is_output_rank and settings.planner != "none"
+        self._client = draft_client(options) if is_drafting and options is not None else None
+        self._text = RowTextDrafter(text) if is_drafting and text is not None else None
 
-    def _updates(self, rows: Sequence[BatchRow]) -> dict[int, SequenceUpdate]:
-        """Return the updates for the client, by row index; count the decoded rows that get no draft, by cause."""
-        asked: list[int] = []
+    def _updates(self, rows: Sequence[BatchRow], may_ask: bool) -> dict[int, SequenceUpdate]:
+        """Return the updates of the rows that may get drafts, by row index; count the other decoded rows, by cause.
+
+        With `may_ask` they get the hints that the draft service needs.
+        """
+        found: list[int] = []
         for index, row in enumerate(rows):
             cause = "request" if self._limits and self._limits.get(row.name or "") == 0 else row.skip_cause
             if cause == "seed":
                 _log_seeds()
             if cause is None and row.num_new:
-                asked.append(index)
+                found.append(index)
             elif row.num_new and cause is not None:
                 self._stats.skipped[cause] += 1
-        hints = self.predictor.predict(rows, asked) if self.predictor.runner is not None else {}
+        hints = self.predictor.predict(rows, found) if may_ask and self.predictor.runner is not None else {}
         # vLLM starts its random numbers with the same engine seed in every process, so other targets of this namespace,
         # and this one after a restart, may draw the same ones.
         is_shared = self.settings.namespace is not None
@@ -159,7 +188,7 @@ class BatchDrafter:
                 max_draft_tokens=self._limits.get(rows[index].name or "") if self._limits else None,
                 has_recurring_noise=is_shared and rows[index].is_sampled,
             )
-            for index in asked
+            for index in found
         }
 
     def _publish(self) -> None:
@@ -167,25 +196,71 @@ class BatchDrafter:
         self._stats.publish(self.settings, self._client, self._gate.present, self.counts())
 
 
+class RowTextDrafter:
+    """Drafts from the text for rows that got no draft from the service, in about 5 % of a step's time. Never raises.
+
+    Where all rows would take more, in large batches on a fast target, they take turns, at least 16 in each step.
+    """
+
+    def __init__(self, drafter: TextDrafter, clock: Callable[[], float] = time.perf_counter) -> None:
+        self.drafter = drafter
+        self.num_submitted = 0  # tokens of the drafts that the last call has made
+        self._clock = clock
+        self._step_s = 0.0  # of the target; 0 if not known
+        self._row_s = 0.0  # the time that a row takes here, smoothed
+        self._num_rows = 0  # in all calls
+
+    def fill(
+        self, drafts: list[Draft], updates: Mapping[int, SequenceUpdate], rooms: Sequence[int], step_s: float | None
+    ) -> None:
+        """Replace the empty drafts of these rows in `drafts` by drafts from the text, where there are any.
+
+        `rooms`: how many draft tokens each row of the batch can take. Rows without a name get none, because their
+        sequence cannot be followed. `step_s` is the time of the target's last step, None if it is not known.
+        """
+        self._step_s = step_s or self._step_s
+        wanting = [index for index, row in updates.items() if row.name and rooms[index] and not drafts[index].tokens]
+        max_rows = max(_MIN_TEXT_ROWS, int(_TEXT_SHARE * self._step_s / self._row_s) if self._row_s else 0)
+        if len(wanting) > max_rows:
+            first = self._num_rows % len(wanting)
+            wanting = [*wanting[first:], *wanting[:first]][:max_rows]
+        start_s = self._clock()
+        for index in wanting:
+            row = updates[index]
+            room = rooms[index] if row.max_draft_tokens is None else min(rooms[index], row.max_draft_tokens)
+            drafts[index] = Draft(self.drafter.draft(row.name or "", row.tokens, row.num_new, room))
+            self.num_submitted += len(drafts[index].tokens)
+        self._num_rows += len(wanting)
+        if wanting:
+            row_s = (self._clock() - start_s) / len(wanting)
+            self._row_s += (row_s - self._row_s) * (_SMOOTHING if self._row_s else 1.0)
+
+
 class SettingsGate:
     """Keeps a gate, with its own measurements, for each set of settings used; asks the gate of the current settings.
 
-    A gate switches drafts off at loads where they were measured not to pay.
+    A gate switches the draft service off at loads where its drafts were measured not to pay. Text drafts go on, so the
+    gate compares text drafts and drafts of the service with text drafts alone.
     """
 
     def __init__(self) -> None:
         self._gates: dict[str, Gate] = {}  # by the settings that they are for
         self._logged: dict[int, bool] = {}  # by load: the decision that was logged last
-        self.present: Gate | None = None  # None: all steps may have drafts
+        self._has_text_drafts = False
+        self.present: Gate | None = None  # None: all steps may have drafts of the service
 
     @property
     def was_open(self) -> bool:
-        """Whether the gate's last answer allowed drafts; True without a gate."""
+        """Whether the gate's last answer allowed drafts of the service; True without a gate."""
         return self.present is None or self.present.was_open
 
-    def configure(self, settings: ProposerSettings) -> None:
-        """Make the gate of these settings the present one, or use no gate if the settings switch it off."""
+    def configure(self, settings: ProposerSettings, has_text_drafts: bool) -> None:
+        """Make the gate of these settings the present one, or use no gate if the settings switch it off.
+
+        `has_text_drafts` is for the log: whether there are drafts from the text while the gate is closed.
+        """
         self._logged = {}
+        self._has_text_drafts = has_text_drafts
         self.present = None
         if settings.is_gated:
             if len(self._gates) > _MAX_GATES:
@@ -194,10 +269,10 @@ class SettingsGate:
             self.present.interrupt()
 
     def is_worthwhile(self, gate: Gate, num_new: Sequence[int], step_s: float | None, had_drafts: bool) -> bool:
-        """Report the last step to the gate, and return whether the next one should have drafts.
+        """Report the last step to the gate, and return whether to ask the service for drafts for the next one.
 
         `num_new` is the number of new tokens of each row; `step_s` is the time of the step in seconds, None if it
-        cannot be compared with that of other steps. `had_drafts`: the step verified drafts.
+        cannot be compared with that of other steps. `had_drafts`: the step verified drafts of the service.
         """
         if step_s is not None:
             gate.observe(len(num_new), sum(num_new), step_s, had_drafts)
@@ -211,12 +286,13 @@ class SettingsGate:
                 continue
             self._logged[max_rows] = decision.is_open
             log.info(
-                "specbranch: with %s requests at once %.1f tokens/s with drafts, %.1f without: drafts are %s, next "
-                "comparison after %d steps",
+                "specbranch: with %s requests at once %.1f tokens/s with the draft model, %.1f without: the draft "
+                "model is %s%s, next comparison after %d steps",
                 decision.rows,
                 decision.drafted,
                 decision.plain,
                 "on" if decision.is_open else "off",
+                "; text drafts go on" if self._has_text_drafts and not decision.is_open else "",
                 decision.num_steps,
             )
 

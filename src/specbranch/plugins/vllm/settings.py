@@ -109,8 +109,8 @@ def proposer_arguments(settings: ProposerSettings, num_speculative_tokens: int =
 
 
 def settings_table(settings: ProposerSettings) -> dict[str, Any]:
-    """Return the settings by name, without those that are None."""
-    return {name: value for name, value in asdict(settings).items() if value is not None}
+    """Return the settings by name, without those that are None by default; an address of None is kept."""
+    return {name: value for name, value in asdict(settings).items() if value is not None or name == "address"}
 
 
 def limit_of(sampling_params: Any) -> int | None:

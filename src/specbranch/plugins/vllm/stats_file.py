@@ -34,7 +34,11 @@ _encoder = msgspec.msgpack.Encoder()
 
 
 class PublishedStats(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
-    """The counters and state of one engine's proposer. An empty namespace means that drafting is off."""
+    """The counters and state of one engine's proposer.
+
+    Without an address there is no draft service, and drafts come from the text alone. An empty namespace means that no
+    service is asked; if there are no counts either, drafting is off.
+    """
 
     model: str
     engine: int
@@ -93,7 +97,7 @@ class StatsPublisher:
             PublishedStats(
                 model=self.file.model,
                 engine=self.file.engine,
-                address=settings.address,
+                address=settings.address or [],
                 keys=settings.keys,
                 namespace=client.namespace if client else b"",
                 is_lagging=client.is_lagging if client else False,

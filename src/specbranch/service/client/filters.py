@@ -49,8 +49,8 @@ class VocabularyCheck:
         elif self._logged != (welcome.model, self._flaw):
             self._logged = (welcome.model, self._flaw)
             log.warning(
-                "nothing is drafted: the draft %.200r has another vocabulary than the target: %s, and start the draft "
-                "service with it; the target can go on running",
+                "the draft %.200r is not used, because it has another vocabulary than the target: %s, and start the "
+                "draft service with it; the target can go on running",
                 welcome.model,
                 self._flaw,
             )

@@ -18,6 +18,7 @@ from specbranch.core.distribution import RequestSampling
 from specbranch.core.planners import DEFAULT_PLANNER, SettingError, make_planner, setting_names, suggest
 from specbranch.core.planners.predictors import CONSTANTS
 from specbranch.core.round import AcceptanceHint, Draft
+from specbranch.core.text_drafter import TextDrafter, drafts_from_text, make_text_drafter
 from specbranch.engines.models import local_model
 from specbranch.extensions import load_planners
 from specbranch.hrad.network import read_hrad_card
@@ -38,13 +39,14 @@ _MIN_WAIT_S = 0.005  # a reply takes a fraction of a millisecond on a quiet mach
 class DraftSettings:
     """Where the draft service is, how long a step may wait for it, and how it drafts for this target.
 
-    `address` may be a list of services with the same draft and the same keys, which share the load.
+    `address` may be a list of services with the same draft and the same keys, which share the load. With None there is
+    no service: drafts come from the text alone.
     `keys` is a directory with `client.key_secret` and `service.key`, needed for TCP. Targets with the same `namespace`
     share drafts for equal sequences. `is_gated`: do not draft at loads where drafts were measured not to pay.
     `predictor`: a built-in predictor's name, or a trained one's directory, as a path or relative to $SPECBRANCH_MODELS.
     """
 
-    address: str | list[str] = field(default_factory=default_address)
+    address: str | list[str] | None = field(default_factory=default_address)
     planner: str = DEFAULT_PLANNER
     settings: dict[str, Any] = field(default_factory=dict)
     predictor: str = "confidence"
@@ -58,11 +60,10 @@ class DraftSettings:
         """The directory of the trained predictor; None if `predictor` is the name of a built-in predictor."""
         return None if self.predictor in CONSTANTS else local_model(self.predictor) or Path(self.predictor)
 
-    def client_options(self, gamma: int, vocab_len: int | None = None, vocab_sample: bytes = b"") -> ClientOptions:
-        """Return the options of a draft client with these settings; raise if the settings are wrong.
+    def checked_settings(self, gamma: int) -> dict[str, Any]:
+        """Return the planner's settings, with `gamma` unless they name another number; raise if anything is wrong.
 
-        `gamma` is the maximum of draft tokens per step, unless the settings name another number. `vocab_len` and
-        `vocab_sample` are the target's; a caller that only checks the settings may leave them out.
+        `gamma` is the maximum of draft tokens per step.
         """
         load_planners()
         settings = dict(self.settings)
@@ -75,11 +76,28 @@ class DraftSettings:
             raise SettingError(f"no predictor is called {self.predictor!r}, nor a directory with a trained one; {hint}")
         if trained is not None and planner.asks_predictor:
             _check_window(trained, settings.get("gamma", gamma))
+        if self.address is None and self.planner != "none" and not drafts_from_text(planner):
+            raise SettingError(
+                f"without a draft model drafts come from the text, and planner {self.planner!r} with these settings "
+                f"makes none; name a draft, or use planner {DEFAULT_PLANNER!r} with uses_text or uses_memory"
+            )
+        return settings
+
+    def client_options(self, gamma: int, vocab_len: int | None = None, vocab_sample: bytes = b"") -> ClientOptions:
+        """Return the options of a draft client with these settings; raise if the settings are wrong or name no service.
+
+        `gamma` is the maximum of draft tokens per step, unless the settings name another number. `vocab_len` and
+        `vocab_sample` are the target's.
+        """
+        settings = self.checked_settings(gamma)
+        if self.address is None:
+            raise SettingError("the settings name no draft service: their address is None")
+        planner = make_planner(self.planner, settings, CONSTANTS["confidence"])
         return ClientOptions(
             address=self.address,
             planner=self.planner,
             settings=settings,
-            predictor="hrad" if trained else self.predictor,
+            predictor="hrad" if self.trained_predictor else self.predictor,
             deadline_s=self.deadline_ms / 1000,
             step_share=None if planner.may_block_target else _STEP_SHARE,
             namespace=self.namespace.encode(errors="surrogatepass") if self.namespace else None,
@@ -87,6 +105,17 @@ class DraftSettings:
             vocab_len=vocab_len,
             vocab_fingerprint=vocab_sample,
         )
+
+    def text_drafter(self, gamma: int) -> TextDrafter | None:
+        """Return a drafter for this process that drafts from the text alone; None if the planner has no such drafts.
+
+        Raise if the settings are wrong. `gamma` is as for `client_options`.
+        """
+        return make_text_drafter(self.planner, self.checked_settings(gamma), _log_text_fault)
+
+
+def _log_text_fault() -> None:
+    log.exception("drafting from the text failed; such rows go without drafts. Logged once")
 
 
 def _check_window(directory: Path, gamma: int) -> None:
@@ -218,7 +247,7 @@ class DraftSource(ABC):
     @property
     @abstractmethod
     def vocab_mismatch(self) -> bool:
-        """Whether the draft has another vocabulary than the target, so that nothing is drafted."""
+        """Whether the draft has another vocabulary than the target, so that it is not used."""
 
     @abstractmethod
     def close(self) -> None:
