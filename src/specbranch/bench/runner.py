@@ -228,7 +228,7 @@ def _engines(scenario: Scenario, on_stage: Callable[[str], None]) -> Iterator[_E
     with contextlib.ExitStack() as stack:
         logs = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="specbranch-bench-")))
         draft = stack.enter_context(DraftProcess(scenario.draft_options(), on_progress=on_stage))
-        drafting = [method for method in scenario.methods if method.planner is not None]
+        drafting = [method for method in scenario.methods if method.has_service]
         stats_clients = {method.name: StatsClient(draft.address, method.name.encode()) for method in drafting}
         for stats_client in stats_clients.values():
             stack.callback(stats_client.close)
@@ -253,7 +253,7 @@ def _target(scenario: Scenario, method: BenchMethod, address: str, log_file: Pat
     options = LocalEngineOptions(
         scenario.target, scenario.proposer_settings(method, address), scenario.gamma, arguments
     )
-    return TargetProcess(options, log_file, method.cores or scenario.target_cores)
+    return TargetProcess(options, log_file, scenario.cores_of(method))
 
 
 def _step_ms(answers: list[DecodedOutput]) -> float | None:

@@ -64,8 +64,9 @@ class BenchMethod(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One way to decode: our proposer with a planner, vLLM with a `speculative_config` of its own, or bare vLLM.
 
     With a `planner`, vLLM runs on the scenario's `target_cores` and the draft model on its `draft_cores`; `settings`
-    are the planner's, and `predictor`, `is_gated`, `pad` and `rule` are settings of our proposer. A method without a
-    planner runs on `cores`, by default the `target_cores`.
+    are the planner's, and `predictor`, `is_gated`, `pad` and `rule` are settings of our proposer. Without
+    `uses_service`, drafts come from the text only. Such a method, and one without a planner, runs on `cores`, by
+    default the `target_cores`.
     """
 
     name: str
@@ -77,13 +78,19 @@ class BenchMethod(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     is_gated: bool = True
     pad: str = "auto"
     rule: str = "match"
+    uses_service: bool = True
+
+    @property
+    def has_service(self) -> bool:
+        """Whether the method gets drafts from the draft service."""
+        return self.planner is not None and self.uses_service
 
     @property
     def engine(self) -> str:
         """The key of the engine to load; methods with the same key share one engine."""
-        if self.planner is not None:
+        if self.has_service:
             return "ours"
-        return json.dumps([self.speculative_config, self.cores], sort_keys=True)
+        return json.dumps([self.planner is not None, self.speculative_config, self.cores], sort_keys=True)
 
     def found_speculative_config(self) -> dict[str, Any]:
         """Return the method's `speculative_config` for vLLM, with the name of a draft model replaced by its path."""
@@ -108,7 +115,8 @@ class Scenario(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     Without `target_cores` nothing is pinned, as on a GPU. `arguments` are passed to `vllm.LLM`, or to `vllm serve` as
     flags, and `draft_arguments` to `specbranch draft`. `gamma` is the maximum of draft tokens verified at once.
-    `deadline_ms` is the longest time that the target waits for a draft. `concurrency` lists the sizes of the groups of
+    With `lends_cores` the target uses the draft's cores too while the draft cannot help. `deadline_ms` is the longest
+    time that the target waits for a draft. `concurrency` lists the sizes of the groups of
     requests that are answered together; `groups` limits the number of groups of each size and task. With `served`, real
     servers are measured under load instead.
 
@@ -124,6 +132,7 @@ class Scenario(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     dtype: str = "bfloat16"
     target_cores: list[_Natural] = msgspec.field(default_factory=lambda: [0])
     draft_cores: list[_Natural] = msgspec.field(default_factory=lambda: [1])
+    lends_cores: bool = False
     draft_arguments: list[str] = []
     arguments: dict[str, Any] = {}
     max_tokens: _Positive = 128
@@ -160,10 +169,16 @@ class Scenario(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def num_cores(self, method: BenchMethod) -> int:
         """Return how many cores a method uses, or how many devices if nothing is pinned, for speeds per core."""
         if not self.target_cores:
-            return ParallelLayout.of_arguments(self.arguments).num_devices + (method.planner is not None)
-        if method.planner is not None:
+            return ParallelLayout.of_arguments(self.arguments).num_devices + method.has_service
+        if method.has_service:
             return len({*self.target_cores, *self.draft_cores})
         return len(method.cores or self.target_cores)
+
+    def cores_of(self, method: BenchMethod) -> list[int]:
+        """Return the cores that a method's vLLM is pinned to; [] if it is not pinned."""
+        if method.has_service and self.lends_cores:
+            return [*self.target_cores, *self.draft_cores]
+        return method.cores or self.target_cores
 
     def draft_options(self) -> DraftServiceOptions:
         """Return the options to start the draft service with: the scenario's draft model, cores and arguments."""
@@ -171,6 +186,7 @@ class Scenario(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             self.draft,
             cores=self.draft_cores or None,
             threads=len(self.draft_cores) or None,
+            shares_cores=self.lends_cores,
             extra=["--log-level", "warning", *self.draft_arguments],
         )
 
@@ -189,7 +205,8 @@ class Scenario(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         if method.planner is None:
             return None
         return ProposerSettings(
-            address=address,
+            address=address if method.uses_service else None,
+            lent_cores=self.draft_cores if self.lends_cores and method.uses_service else None,
             planner=method.planner,
             settings=method.settings,
             predictor=method.predictor,
@@ -224,7 +241,9 @@ def read_scenario(path: Path) -> Scenario:
     for method in scenario.methods:
         if method.name == BARE and (method.planner is not None or method.speculative_config is not None):
             raise ScenarioError(f"{path}: {BARE!r} must be vLLM alone, without a planner and without speculation")
-        if method.planner is not None and (method.speculative_config is not None or method.cores is not None):
+        if (method.planner is not None and method.speculative_config is not None) or (
+            method.has_service and method.cores is not None
+        ):
             raise ScenarioError(
                 f"{path}: {method.name!r} has a planner; speculative_config and cores are only for methods without one"
             )

@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 
 from specbranch.errors import SpecBranchError, UsageError
 from specbranch.launch.child import PIPE, Child, Idleness, join_cores
-from specbranch.launch.placement import divide_cores, place_draft
+from specbranch.launch.placement import divide_cores, is_bound_by_user, place_draft
 from specbranch.plugins.vllm.settings import ParallelLayout
 from specbranch.service.client.client import DraftClient
 from specbranch.service.client.interface import ClientOptions, client_keys
@@ -89,11 +89,13 @@ class PairPlacement:
     """Where a draft and its target run: the result of `place_pair`.
 
     `draft` has the draft's device and cores (None: no draft); `target_cores` is None if the target is not pinned.
+    `lent_cores` are those of the target's cores that the draft uses while it drafts.
     """
 
     draft: DraftServiceOptions | None
     target_cores: tuple[int, ...] | None
     warning: str | None = None  # what is wrong with the draft's device; None if nothing is
+    lent_cores: tuple[int, ...] = ()
 
 
 def place_pair(
@@ -101,17 +103,25 @@ def place_pair(
     layout: ParallelLayout,
     target_cores: str | None = None,
     draft_cores: str | None = None,
+    *,
+    lends: bool = False,
 ) -> PairPlacement:
     """Choose the draft's device, and divide the cores of this process between target and draft.
 
     `draft.device` is what the user wrote, such as `auto`; `target_cores` and `draft_cores` are the values of
-    `--target-cores` and `--draft-cores`.
+    `--target-cores` and `--draft-cores`. With `lends`, a target that runs on the CPU in one process gets the draft's
+    cores too, unless the user named cores, and lends them to the draft.
     """
     if draft is None:
         return PairPlacement(None, divide_cores("none", target_cores, draft_cores).target)
     place = place_draft(draft.device, draft.model, draft.engine, layout)
     cores = divide_cores(place.device, target_cores, draft_cores)
-    return PairPlacement(replace(draft, device=place.device, cores=cores.draft), cores.target, place.warning)
+    draft = replace(draft, device=place.device, cores=cores.draft)
+    target, lent = cores.target, cores.draft if place.device == "cpu" else None
+    can_lend = lends and layout.in_one_process and target_cores is None and draft_cores is None
+    if not can_lend or is_bound_by_user() or not target or not lent or set(target) & set(lent):
+        return PairPlacement(draft, target, place.warning)
+    return PairPlacement(replace(draft, shares_cores=True), (*target, *lent), place.warning, lent)
 
 
 class DraftProcess:

@@ -556,7 +556,7 @@ def test_all_rows_are_filled_up_to_the_same_length(padding: SpecBranchProposer) 
     for proposal, padded in (([5, 6, 7], [5, 6]), ([5], [5, PAD]), ([], [PAD, PAD])):
         client._proposal = proposal
         assert padding.propose([[3], [5]], lengths, table) == [padded, padded]
-        assert padding.core._had_drafts == bool(proposal)  # the gate must not take pads for drafts
+        assert padding.core._last.had_drafts == bool(proposal)  # the gate must not take pads for drafts
 
 
 def test_rows_are_filled_up_also_when_nothing_is_drafted(padding: SpecBranchProposer) -> None:
@@ -734,7 +734,7 @@ def test_text_drafts_go_on_while_the_gate_is_closed(monkeypatch: pytest.MonkeyPa
 
     client: Any = proposer.core._client
     assert reader.read(10) > 25 and client.told == []
-    assert not proposer.core._had_drafts, "the gate compares the service with text drafts"
+    assert not proposer.core._last.had_drafts, "the gate compares the service with text drafts"
 
 
 def test_the_draft_models_death_costs_no_text_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -808,7 +808,12 @@ def test_requests_that_have_ended_are_forgotten_and_what_they_said_is_not(monkey
 def test_many_rows_of_a_fast_target_take_turns(step_s: float | None, num_rows: int) -> None:
     """A row takes 2 ms here, and all text drafts of a step may take a twentieth of it."""
     drafted: list[str] = []
-    drafter: Any = SimpleNamespace(draft=lambda name, *_: drafted.append(name) or [7])
+
+    def draft(name: str, *_: object) -> list[int]:
+        drafted.append(name)
+        return [7]
+
+    drafter: Any = SimpleNamespace(draft=draft)
     rows = RowTextDrafter(drafter, clock=lambda: 0.002 * len(drafted))
     updates = {index: SequenceUpdate([1, 2], 1, name=f"r{index}") for index in range(40)}
     nums = []

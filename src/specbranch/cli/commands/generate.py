@@ -131,11 +131,12 @@ def generate(
                 timeline=timeline,
                 extra=draft_arguments(draft_arg),
             )
-        place = place_pair(how, ParallelLayout.of_arguments(given), target_cores, draft_cores)
+        place = place_pair(how, ParallelLayout.of_arguments(given), target_cores, draft_cores, lends=True)
+        lent = {"lent_cores": list(place.lent_cores)} if place.lent_cores else {}
         options = LocalPairOptions(
             target=target,
             draft=place.draft,
-            section={**section, "deadline_ms": deadline_ms, "is_gated": False},
+            section={**section, **lent, "deadline_ms": deadline_ms, "is_gated": False},
             gamma=gamma or draft_length_limit(planner),
             remote=None if bare else remote_draft(draft_address, draft_keys),
             has_text_drafts=not bare,

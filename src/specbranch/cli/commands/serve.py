@@ -174,7 +174,9 @@ def serve(
                 record=record,
                 extra=draft_arguments(draft_arg),
             )
-        place = place_pair(options, layout_of(flags), target_cores, draft_cores)
+        place = place_pair(options, layout_of(flags), target_cores, draft_cores, lends=True)
+        if place.lent_cores:
+            section["lent_cores"] = list(place.lent_cores)
         plan = _Plan(
             target=target,
             draft=place.draft,

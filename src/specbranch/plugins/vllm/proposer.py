@@ -13,6 +13,7 @@ import functools
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from specbranch.core.round import Draft
@@ -20,6 +21,7 @@ from specbranch.core.text_drafter import TextDrafter
 from specbranch.engines.vocabulary import read_fingerprint
 from specbranch.plugins.vllm import compat
 from specbranch.plugins.vllm.compat import BatchRow, StepInfo
+from specbranch.plugins.vllm.cores import LentCores
 from specbranch.plugins.vllm.hidden_states import TrainedPredictor
 from specbranch.plugins.vllm.settings import ProposerSettings
 from specbranch.plugins.vllm.stats_file import StatsPublisher, open_stats_file
@@ -51,8 +53,8 @@ class BatchDrafter:
         self._text: RowTextDrafter | None = None
         self._gate = SettingsGate()
         self._timer = StepTimer(time.monotonic)
-        self._had_drafts = False  # of the service, in the last step
-        self._was_asked = False  # whether the client was asked in the last step
+        self._cores: LentCores | None = None
+        self._last = _LastStep()
         self._limits: dict[str, int] = {}  # the most draft tokens of running requests that named a number
         self._vocab_sample = _vocab_sample(vllm_config) if self.is_output_rank else b""
         self.predictor = TrainedPredictor(vllm_config, self.is_output_rank)
@@ -101,7 +103,10 @@ class BatchDrafter:
         if self._text is not None and news.ended:
             self._text.drafter.forget(news.ended)
         self._limits.update(news.limits)
-        if news.prompts and self._client is not None and self._gate.was_open:
+        is_drafting = self._client is not None and self._gate.was_open
+        if self._cores is not None and news.num_tokens:
+            self._cores.begin_step(news.num_tokens, news.has_prefill, is_drafting)
+        if news.prompts and self._client is not None and is_drafting:
             self._client.announce_prompts(news.prompts)
 
     def propose(self, rows: Sequence[BatchRow]) -> list[Draft]:
@@ -110,32 +115,34 @@ class BatchDrafter:
         Rows in chunked prefill, rows at their maximum length, and rows for which no draft is requested get an empty
         draft.
         """
-        was_asked, self._was_asked = self._was_asked, False
+        last, self._last = self._last, _LastStep()
         drafts = [Draft([]) for _ in rows]
         client, text = self._client, self._text
         if (client is None and text is None) or not any(row.num_new for row in rows):
             return drafts
         num_new = [row.num_new for row in rows]
         step_s = self._timer.step_s(num_new, [len(row.tokens) for row in rows if row.num_new])
-        gate, had_drafts = self._gate.present, self._had_drafts
-        may_ask = client is not None and (gate is None or self._gate.is_worthwhile(gate, num_new, step_s, had_drafts))
+        gate = self._gate.present
+        may_ask = client is not None and (
+            gate is None or self._gate.is_worthwhile(gate, num_new, step_s, last.had_drafts)
+        )
         updates = self._updates(rows, may_ask) if may_ask or text is not None else {}
         # vLLM adds one token of its own after the draft; both must fit.
         rooms = [min(self.max_draft_tokens, max(self._max_model_len - len(row.tokens) - 1, 0)) for row in rows]
         if client is not None and may_ask and updates:
-            self._was_asked = True
+            self._last.was_asked = True
             # One step ran since the client was last asked, and it decoded these rows only, without drafts of others.
-            is_known_step = was_asked and len(updates) == len(rows) and (text is None or not text.num_submitted)
+            is_known_step = last.was_asked and len(updates) == len(rows) and (text is None or not text.num_submitted)
             found = client.propose(list(updates.values()), step_s if is_known_step else None)
             for index, draft in zip(updates, found, strict=True):
                 if len(draft.tokens) > rooms[index]:
                     draft = Draft(draft.tokens[: rooms[index]], draft.sampled_from[: rooms[index]])
                 drafts[index] = draft
-        self._had_drafts = any(draft.tokens for draft in drafts)
+        self._last.had_drafts = any(draft.tokens for draft in drafts)
         if text is not None:
             text.num_submitted, num_submitted = 0, text.num_submitted
             if not all(drafts[index].tokens for index in updates):
-                if step_s is not None and not had_drafts:
+                if step_s is not None and not last.had_drafts:
                     text.drafter.observe_step(len(rows), num_submitted, sum(num_new), step_s)
                 text.fill(drafts, updates, rooms, step_s)
         for index in updates:
@@ -151,6 +158,8 @@ class BatchDrafter:
             vocab_len = compat.vocab_len(self._vllm_config)
             options = settings.client_options(self.max_draft_tokens, vocab_len, self._vocab_sample)
         self.predictor.configure(settings.trained_predictor)
+        if self._cores is not None:
+            self._cores.release()
         if self._client is not None:
             self._client.close()
         self.settings = settings
@@ -159,6 +168,10 @@ class BatchDrafter:
         is_drafting = self.is_output_rank and settings.planner != "none"
         self._client = draft_client(options) if is_drafting and options is not None else None
         self._text = RowTextDrafter(text) if is_drafting and text is not None else None
+        self._cores = None
+        if self._client is not None and settings.lent_cores:
+            cores = LentCores(settings.lent_cores, self._client.pause)
+            self._cores = cores if cores.can_lend else None
 
     def _updates(self, rows: Sequence[BatchRow], may_ask: bool) -> dict[int, SequenceUpdate]:
         """Return the updates of the rows that may get drafts, by row index; count the other decoded rows, by cause.
@@ -194,6 +207,17 @@ class BatchDrafter:
     def _publish(self) -> None:
         """Write the counters to the stats file, which the process of vLLM's metrics endpoint reads."""
         self._stats.publish(self.settings, self._client, self._gate.present, self.counts())
+
+
+@dataclass(slots=True)
+class _LastStep:
+    """What the next step needs to know of this one.
+
+    `was_asked`: the draft service was asked for drafts. `had_drafts`: some of them are verified in the next step.
+    """
+
+    was_asked: bool = False
+    had_drafts: bool = False
 
 
 class RowTextDrafter:
