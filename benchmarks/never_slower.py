@@ -43,7 +43,9 @@ KINDS = {"code": ("humaneval", "humaneval.jsonl"), "chat": ("chat", "spec_bench.
 KILLED_IN, KILLED_AFTER = 2, 0.4  # the block, and the share of its time
 MAX_BLOCKS = 9
 _POLL_S = 0.02
-_DECISION = re.compile(r"with (\S+) requests at once (\S+) tokens/s with drafts, (\S+) without: drafts are (on|off)")
+_DECISION = re.compile(
+    r"with (\S+) requests at once (\S+) tokens/s with the draft model, (\S+) without: the draft model is (on|off)"
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from packaging.requirements import Requirement
 from tests.root import ROOT
 
 EXTRAS: dict[str, list[str]] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-HEAVY = ("torch", "transformers", "vllm", "llama_cpp", "matplotlib", "prometheus_client")
+HEAVY = ("torch", "transformers", "vllm", "llama_cpp", "matplotlib", "prometheus_client", "numba", "llvmlite")
 
 PROGRAM = f"""
 import importlib, pkgutil, sys
@@ -20,7 +20,7 @@ for name in {HEAVY!r}:
 import specbranch
 from specbranch.cli import app
 from specbranch.errors import EngineError
-on_torch = ("attention", "cuda_graphs", "engine", "kv_store", "linear", "lm_head", "loading", "model", "step")
+on_torch = ("attention", "cuda_graphs", "engine", "int8_kernel", "kv_store", "linear", "lm_head", "loading", "model", "step")
 extras = {{f"specbranch.engines.torch.{{name}}": "specbranch[torch]" for name in on_torch}}
 extras["specbranch.engines.quantize"] = extras["specbranch.plugins.transformers"] = "specbranch[torch]"
 extras["specbranch.engines.llamacpp"] = "specbranch[llamacpp]"

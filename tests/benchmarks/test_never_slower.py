@@ -38,7 +38,7 @@ def test_the_lines_of_the_gate_are_understood(caplog: pytest.LogCaptureFixture) 
 
 def test_lines_are_seen_when_the_log_has_them(tmp_path: Path) -> None:
     log_file = tmp_path / "log"
-    line = "with 1 requests at once 2.0 tokens/s with drafts, 3.0 without: drafts are off, next\n"
+    line = "with 1 requests at once 2.0 tokens/s with the draft model, 3.0 without: the draft model is off, next\n"
     log_file.write_text(line)
     with SCRIPT.watched(log_file) as seen, log_file.open("a") as log:
         log.write(line.replace("off", "on"))
