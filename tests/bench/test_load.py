@@ -46,7 +46,7 @@ def test_every_method_is_served_with_the_same_flags_of_vllm() -> None:
 
 def test_a_server_that_ends_at_once_is_told_with_its_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["specbranch"])
-    with pytest.raises(LoadTestError, match="was not found|not installed"), server(["model"], tmp_path / "log"):
+    with pytest.raises(LoadTestError, match=r"was not found|not installed"), server(["model"], tmp_path / "log"):
         pass
 
 

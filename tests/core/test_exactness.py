@@ -54,9 +54,12 @@ def _methods() -> Iterator[Any]:
         ("ssd", {"gamma": 1, "num_guesses": 2}),
         ("ssd", {"gamma": 2, "num_guesses": 2, "fallback": "fast"}),
         ("budget", {"gamma": 2, "max_rows": 2, "uses_text": False, "uses_memory": False}),
+        ("budget", {"gamma": 2, "takes_turns": True, "uses_text": False, "uses_memory": False}),
     ]
     for name, chosen in plain_settings:
-        yield pytest.param(lambda chance, n=name, s=chosen: planner_of(n, s), id=f"{name} {chosen.get('fallback', '')}")
+        yield pytest.param(
+            lambda chance, n=name, s=chosen: planner_of(n, s), id=f"{name} {' '.join(map(str, chosen.values()))}"
+        )
     for label, predictor in _PREDICTORS.items():
         for form, is_ours in (("paper", False), ("ours", True)):
             chosen = {
@@ -341,7 +344,7 @@ def any_method(draw: st.DrawFn) -> tuple[str, dict[str, Any], str]:
             "max_rows": draw(st.integers(1, 6)),
             **{
                 name: draw(st.booleans())
-                for name in ("uses_text", "uses_memory", "run_guesses", "cost_aware", "wait_for_draft")
+                for name in ("uses_text", "uses_memory", "run_guesses", "cost_aware", "wait_for_draft", "takes_turns")
             },
         }
     return name, chosen, draw(st.sampled_from(list(_PREDICTORS)))

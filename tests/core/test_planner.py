@@ -23,7 +23,7 @@ DISTRIBUTIONS = [
     Distribution((), (), 0.0),
 ]
 ALL = [(planner, name) for planner in PLANNERS for name in setting_names(planner)]
-SWITCHES = {"wait_for_draft", "cost_aware", "uses_text", "uses_memory", "run_guesses"}
+SWITCHES = {"wait_for_draft", "takes_turns", "cost_aware", "uses_text", "uses_memory", "run_guesses"}
 COUNTS = {"gamma", "num_guesses", "max_rows", "max_branches"}
 
 NO_NUMBERS: list[Any] = ["", "x", "4", "0.5", b"4", None, [], [1], {}, (1,), 1j, math.nan, math.inf, -math.inf]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -17,7 +18,7 @@ from specbranch.core.node import GreedyPicker, WithoutReplacementPicker
 from specbranch.core.round import Verdict
 from specbranch.core.session import Session, StopCondition
 from specbranch.engines.base import DraftEngine
-from specbranch.engines.tree_cache import TreeCache
+from specbranch.engines.tree_cache import NUM_FIRST, TreeCache
 from specbranch.errors import EngineFull
 from specbranch.simulation.loop import Loop
 from specbranch.simulation.scripted import (
@@ -102,6 +103,21 @@ def test_a_long_text_is_fed_in_pieces_and_the_last_one_brings_the_distribution()
     assert engine.num_handles == 0
 
 
+def test_a_window_has_the_first_tokens_and_the_last_ones() -> None:
+    engine = ScriptedEngine(random_script(0, 5))
+    tree_cache = TreeCache(engine)
+    tree_cache.window = 3
+    session = Session([*range(5)] * 6, planner_of("pearl"), GreedyPicker(), PairModel())
+    session.propose()
+
+    assert tree_cache.num_unprefilled(session.tree) == 19
+    (feed,) = tree_cache.rows_for(session.tokens, session.tree, session.rows())
+    engine.run([feed.row])
+    assert feed.row.tokens == (*session.tokens[:16], 2, 3, 4)
+    assert (feed.nodes, tree_cache.num_skipped) == ((session.tree.root,), 11)
+    assert tree_cache.fork_prefix(session.tokens, session.tree, 29) is None, "another session would miss the middle"
+
+
 def test_a_verdict_in_the_middle_of_the_text_goes_on_from_what_was_fed() -> None:
     engine = ScriptedEngine(random_script(0, 5))
     tree_cache = TreeCache(engine)
@@ -167,6 +183,12 @@ def test_a_cache_is_lent_only_as_far_as_it_holds_the_committed_text() -> None:
     assert handle is not None and engine.text(handle) == (0, 0, 0, kept)
 
 
+def seen_of(tree_cache: TreeCache, text: Sequence[int]) -> tuple[int, ...]:
+    """What the draft sees of a text: all but the tokens that its window leaves out."""
+    start = NUM_FIRST + tree_cache.num_skipped
+    return (*text[:NUM_FIRST], *text[start:]) if tree_cache.num_skipped else tuple(text)
+
+
 def draft_step(engine: Legible, tree_cache: TreeCache, session: Session, prefill_chunk: int = 1 << 30) -> None:
     """Run what the planner wants, whether verdicts are settled or not, and look at what every handle then holds."""
     nodes = session._planner.rows_to_run(session.round)
@@ -175,13 +197,13 @@ def draft_step(engine: Legible, tree_cache: TreeCache, session: Session, prefill
     for feed in feeds:
         text = engine.text(feed.row.handle)
         if feed.nodes == (None,):
-            assert text == tuple(session.tokens[: len(text)])
+            assert text == seen_of(tree_cache, session.tokens)[: len(text)]
         elif feed.nodes[-1] is not None:
-            assert text == text_to(session, feed.nodes[-1])
+            assert text == seen_of(tree_cache, text_to(session, feed.nodes[-1]))
         for node in feed.nodes:
             distribution = next(distributions)
             if node is not None:
-                assert distribution == engine._script.distribution(text_to(session, node))
+                assert distribution == engine._script.distribution(seen_of(tree_cache, text_to(session, node)))
                 session.add_distribution(node, distribution)
 
 
@@ -255,15 +277,18 @@ TURNS = st.builds(
 @given(
     name=st.sampled_from(["pearl", "ssd", "specbranch", "budget"]),
     prompt=st.lists(st.integers(0, 2), min_size=5, max_size=7),
-    prefill_chunk=st.sampled_from([2, 100]),
+    num_repeats=st.sampled_from([1, 5]),
+    window=st.sampled_from([None, 1, 3, 30]),
+    prefill_chunk=st.sampled_from([2, 19, 100]),
     turns=st.lists(TURNS, min_size=1, max_size=8),
 )
 def test_whatever_is_fed_or_lent_holds_the_committed_text(
-    name: str, prompt: list[int], prefill_chunk: int, turns: list[Turn]
+    name: str, prompt: list[int], num_repeats: int, window: int | None, prefill_chunk: int, turns: list[Turn]
 ) -> None:
     engine = Legible(random_script(1, 3))
     tree_cache = TreeCache(engine)
-    session = Session(prompt, planner_of(name, {"gamma": 3}), GreedyPicker(), PairModel())
+    tree_cache.window = window
+    session = Session(prompt * num_repeats, planner_of(name, {"gamma": 3}), GreedyPicker(), PairModel())
     for turn in turns:
         session.propose()
         for _ in range(turn.num_steps):

@@ -171,6 +171,7 @@ def _options(namespace: bytes, rng: random.Random) -> ClientOptions:
         settings["wait_for_draft"] = rng.random() < 0.5
     if planner == "budget":
         settings["cost_aware"] = rng.random() < 0.5
+        settings["takes_turns"] = rng.random() < 0.3
     return ClientOptions(
         "world",
         planner,

@@ -14,6 +14,7 @@ from specbranch.core.ngram import OutputHistory
 # Until a step with drafts was measured, the cost of drafts is unknown, so only drafts with a large gain are sent.
 _COLD_START_PROB, _COLD_START_GAIN = 0.5, 1.0
 _COLD_START_STEPS = 8  # steps in which both of these halve
+_SMOOTHING = 0.05  # the weight of the newest wait for a draft
 _SURE_STEPS = 16  # with drafts; what was learned from fewer steps may be chance, so it fades faster
 
 
@@ -90,18 +91,22 @@ class TokensPerStep:
     """Running averages of the tokens that one sequence submits and commits in a step of the target.
 
     A step's weight halves every `half_life` steps. The averages are per sequence, so that they still hold when other
-    sequences begin or end.
+    sequences begin or end. `wait_s` is the average wait for drafts before a step.
     """
 
     def __init__(self, half_life: float = 32.0) -> None:
         self._keep = 0.5 ** (1 / half_life)
-        self._rows = self._committed = self._submitted = 0.0
+        self._rows = self._committed = self._submitted = self.wait_s = 0.0
 
     def observe(self, num_rows: int, num_submitted: int, num_committed: int) -> None:
         """Add one step to the averages: its `num_rows` sequences, and how many tokens they submitted and committed."""
         self._rows = self._rows * self._keep + num_rows
         self._submitted = self._submitted * self._keep + num_submitted
         self._committed = self._committed * self._keep + num_committed
+
+    def observe_wait(self, wait_s: float) -> None:
+        """Add how long the target has waited for drafts before a step."""
+        self.wait_s += _SMOOTHING * (wait_s - self.wait_s)
 
     @property
     def submitted(self) -> float:
@@ -130,13 +135,16 @@ class TargetTimeModel:
     - `min_accept_prob`: the acceptance probability below which a further draft token is not worth verifying. The
       time to verify it counts as the tokens that the whole batch would emit in it: 0 if verifying takes no time.
     - `min_gain`: how many tokens a submission must be expected to gain, less `min_accept_prob` for each of its tokens.
+    - `rate`: tokens per second that the whole batch emits now, or would emit without drafts if that is more; 0 if it is
+      not known.
+    - `num_rows`: the sequences in the last step.
     """
 
     def __init__(self, half_life: float = 256.0) -> None:
         self.tokens_per_step = TokensPerStep()
         self._half_life = half_life
         self._all, self._plain, self._drafted = StepTimeModel(), StepTimeModel(), StepTimeModel()
-        self._num_rows = 1
+        self.num_rows = 1
         self._belief = 0.0  # weight of what was learned from steps with drafts: 1 after such a step, then fading
         self._num_steps = self._num_drafted = 0
         self._update_prices()
@@ -148,7 +156,7 @@ class TargetTimeModel:
         and it committed `num_committed` tokens; both numbers are sums over all sequences.
         """
         tokens = num_rows + num_submitted
-        self._num_rows = num_rows
+        self.num_rows = num_rows
         self._num_steps += 1
         if num_submitted:
             self._belief = 1.0
@@ -161,6 +169,10 @@ class TargetTimeModel:
         self.tokens_per_step.observe(num_rows, num_submitted, num_committed)
         self._update_prices()
 
+    def observe_wait(self, wait_s: float) -> None:
+        """Add how long the target has waited for a draft before a step; the step's own time does not include it."""
+        self.tokens_per_step.observe_wait(wait_s)
+
     @property
     def cost(self) -> StepCost | None:
         """The step time as a linear function of the tokens in the step, which takes the place of rows in `StepCost`.
@@ -171,7 +183,7 @@ class TargetTimeModel:
         return self._all.cost
 
     def _update_prices(self) -> None:
-        rows, both, plain, drafted = self._num_rows, self._all.cost, self._plain.cost, self._drafted.cost
+        rows, both, plain, drafted = self.num_rows, self._all.cost, self._plain.cost, self._drafted.cost
         gained, caution = self.tokens_per_step, 0.0 if drafted else 0.5 ** (self._num_steps / _COLD_START_STEPS)
         self.plain_rate = rows / max(plain.at(rows), 1e-9) if plain else 0.0
         self.per_token_s = self._belief * (drafted.per_row_s or both.per_row_s) if drafted and both else 0.0
@@ -181,9 +193,9 @@ class TargetTimeModel:
             self.entry_s = self._belief * max(without - plain.at(rows), 0.0) / rows
         step_s = max(both.at(rows * (1 + gained.submitted)), 1e-9) if both else math.inf
         # Time is priced in tokens per second: what the batch emits now, or would emit without drafts if that is more.
-        rate = max(rows * gained.committed / step_s, self.plain_rate)
-        self.min_accept_prob = _COLD_START_PROB * caution + min(1.0, self.per_token_s * rate)
-        self.min_gain = _COLD_START_GAIN * caution + self.entry_s * rate
+        self.rate = max(rows * gained.committed / (step_s + gained.wait_s), self.plain_rate)
+        self.min_accept_prob = _COLD_START_PROB * caution + min(1.0, self.per_token_s * self.rate)
+        self.min_gain = _COLD_START_GAIN * caution + self.entry_s * self.rate
 
 
 @dataclass(slots=True)
@@ -199,6 +211,11 @@ class PairModel:
     calibration: Calibration = field(default_factory=Calibration)
     sampled: Calibration = field(default_factory=Calibration)  # of sequences that use rejection sampling
     history: OutputHistory = field(default_factory=OutputHistory)
+    first_choice_prob: float = 0.7  # how likely the draft's first choice is accepted, on average
+
+    def observe_first_choice(self, prob: float) -> None:
+        """Add the acceptance probability of a first choice of the draft to the average `first_choice_prob`."""
+        self.first_choice_prob += _SMOOTHING * (prob - self.first_choice_prob)
 
     def observe_step(self, num_rows: int, num_submitted: int, num_committed: int, step_s: float) -> None:
         """Add one measured step of the target to its model, and update the estimates of what verifying costs.

@@ -127,6 +127,11 @@ class Planner(ABC, Generic[S]):
         """Whether `submit` may let the target wait; if it never does, the client waits only briefly for a reply."""
         return True
 
+    @property
+    def waits_for_prefill(self) -> bool:
+        """Whether a target that waits for a draft also waits while the draft model prefills the sequence."""
+        return False
+
     @abstractmethod
     def submit(self, round: Round) -> Sequence[Node] | None:
         """Return the chain below the root to verify now (it may be empty), or None to let the target wait for a draft.

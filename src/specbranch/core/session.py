@@ -88,6 +88,11 @@ class Session:
         return [node.sampled_from for node in self.round.tree.submitted or ()]
 
     @property
+    def waits_for_prefill(self) -> bool:
+        """Whether a target that waits for a draft also waits while the draft model prefills the sequence."""
+        return self._planner.waits_for_prefill
+
+    @property
     def is_sampled(self) -> bool:
         """Whether draft tokens are sampled, and so verified by rejection sampling."""
         return self._sampling is not None

@@ -53,7 +53,7 @@ class TextDrafter:
         self, settings: BudgetSettings, on_fault: Callable[[], object], max_sequences: int = _MAX_SEQUENCES
     ) -> None:
         self.counts = TextCounts()
-        self._settings = replace(settings, wait_for_draft=False)  # there is no draft to wait for
+        self._settings = replace(settings, wait_for_draft=False, takes_turns=False)  # there is no draft to wait for
         self._on_fault = on_fault
         self._max_sequences = max_sequences
         self._costs = PairModel()

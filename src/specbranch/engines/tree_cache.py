@@ -4,6 +4,9 @@ A handle is identified by its tip, the last node fed to it. A node whose parent 
 handle; any other node needs a fork. After a verdict, handles whose tips are neither the new root nor below it are
 closed. If that would close all handles, the one that shares most tokens with the committed sequence is truncated to
 these tokens and kept as the trunk, which is then fed up to the root, one chunk at a time.
+
+Of a long sequence a handle may hold a window only: the first few tokens and the last ones, so that drafting can begin
+before all of it was prefilled. A draft model sees the window as if the tokens between were not there.
 """
 
 from __future__ import annotations
@@ -15,6 +18,8 @@ from specbranch.core.node import Node
 from specbranch.core.tree import Tree
 from specbranch.engines.base import DraftEngine, Row
 from specbranch.errors import EngineFull
+
+NUM_FIRST = 16  # tokens of a window that are the sequence's first ones, to which models attend from everywhere
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,13 +43,16 @@ class EngineRow:
 class TreeCache:
     """Keeps one session's draft tree in the caches of engine handles, and builds the rows that run its nodes.
 
-    Call `close` after a failed step; the object stays usable, and its next rows prefill the sequence again.
+    Call `close` after a failed step; the object stays usable, and its next rows prefill the sequence again. With a
+    `window`, a new prefill takes only the first 16 and the last `window` committed tokens.
     """
 
     def __init__(self, engine: DraftEngine) -> None:
         self._engine = engine
         self._tips: dict[int, Node] = {}
-        self._trunk: tuple[int, int] | None = None  # a handle, and the number of committed tokens it holds
+        self._trunk: tuple[int, int] | None = None  # a handle, and how many committed tokens were fed or left out
+        self.window: int | None = None
+        self.num_skipped = 0  # committed tokens after the first ones that are left out of all handles
 
     @property
     def num_handles(self) -> int:
@@ -55,10 +63,15 @@ class TreeCache:
         """Return how many committed tokens are left to prefill; 0 after a handle has been fed up to the root."""
         if self._tips:
             return 0  # after a miss only a few tokens are missing
-        return tree.root.position + 1 - (self._trunk[1] if self._trunk else 0)
+        length = tree.root.position + 1
+        return length - self._trunk[1] if self._trunk else length - _num_skipped(length, self.window)
 
     def rows_for(
-        self, tokens: Sequence[int], tree: Tree, nodes: Sequence[Node], prefill_chunk: int = 1 << 30
+        self,
+        tokens: Sequence[int],
+        tree: Tree,
+        nodes: Sequence[Node],
+        prefill_chunk: int = 1 << 30,
     ) -> list[EngineRow]:
         """Return engine rows that run `nodes` in their order; open, fork and close handles as needed.
 
@@ -99,9 +112,11 @@ class TreeCache:
     def fork_prefix(self, tokens: Sequence[int], tree: Tree, length: int) -> int | None:
         """Fork a handle with the first `length` committed tokens for another session, and return the fork.
 
-        Returns None if no handle holds that many committed tokens. `tokens` is the committed sequence.
+        Returns None if no handle holds all of these tokens. `tokens` is the committed sequence.
         """
         self._reattach(tokens, tree)
+        if self.num_skipped:
+            return None
         if self._tips:
             return self._engine.fork(next(iter(self._tips)), length)
         if self._trunk and self._trunk[1] >= length:
@@ -114,6 +129,7 @@ class TreeCache:
         Call it before any row is built.
         """
         assert not self.num_handles, "this session has begun to read"
+        self.num_skipped = 0
         self._trunk = (handle, length)
 
     def close(self) -> None:
@@ -126,15 +142,24 @@ class TreeCache:
         self._trunk = None
 
     def _feed_root(self, tokens: Sequence[int], root: Node, prefill_chunk: int) -> EngineRow:
-        handle, start = self._trunk or (self._engine.open(), 0)
-        end = min(root.position + 1, start + prefill_chunk)
-        row = Row(handle, tuple(tokens[start:end]))
+        """Return a row that feeds committed tokens up to the root, or as many of them as `prefill_chunk` allows."""
+        first: Sequence[int] = ()
+        if self._trunk is None:
+            handle, start, held = self._engine.open(), 0, 0
+            self.num_skipped = _num_skipped(root.position + 1, self.window)
+            if self.num_skipped:
+                first, start = tokens[:NUM_FIRST], NUM_FIRST + self.num_skipped
+        else:
+            handle, start = self._trunk
+            held = start - self.num_skipped
+        end = min(root.position + 1, start + max(prefill_chunk - len(first), 1))
+        row = Row(handle, (*first, *tokens[start:end]))
         if end <= root.position:
             self._trunk = (handle, end)
-            return EngineRow(row, (None,), start)
+            return EngineRow(row, (None,), held)
         self._trunk = None
         self._tips[handle] = root
-        return EngineRow(row, (root if root.distribution is None else None,), start)
+        return EngineRow(row, (root if root.distribution is None else None,), held)
 
     def _feed_below(self, node: Node, covered: dict[Node, int], free: set[int]) -> EngineRow:
         path, parent = [node.token], node.parent
@@ -142,13 +167,13 @@ class TreeCache:
             assert parent is not None, "only the root has no parent"
             path.append(parent.token)
             parent = parent.parent
-        handle = covered[parent]
+        handle, held = covered[parent], parent.position + 1 - self.num_skipped
         if handle in free and self._tips[handle] is parent:
             free.remove(handle)
         else:
-            handle = self._engine.fork(handle, parent.position + 1)
+            handle = self._engine.fork(handle, held)
         self._tips[handle] = node
-        return EngineRow(Row(handle, tuple(reversed(path))), (node,), parent.position + 1)
+        return EngineRow(Row(handle, tuple(reversed(path))), (node,), held)
 
     def _reattach(self, tokens: Sequence[int], tree: Tree) -> None:
         """Keep the handles whose tips are the tree's root or below it, and close all others.
@@ -164,7 +189,7 @@ class TreeCache:
         if stale and not self._tips:
             length, handle = max(stale)
             stale.remove((length, handle))
-            self._engine.truncate(handle, length)
+            self._engine.truncate(handle, length - self.num_skipped)
             self._trunk = (handle, length)
         for _, handle in stale:
             self._engine.close(handle)
@@ -178,6 +203,11 @@ class TreeCache:
                 covered[node] = handle
                 node = node.parent
         return covered
+
+
+def _num_skipped(length: int, window: int | None) -> int:
+    """Return how many of `length` tokens lie between the first ones and the last `window` ones; 0 without a window."""
+    return 0 if window is None else max(length - window - NUM_FIRST, 0)
 
 
 def _chain_below(root: Node, nodes: Sequence[Node]) -> list[Node]:

@@ -393,6 +393,64 @@ def test_budget_does_not_wait_for_what_will_hardly_come_true() -> None:
     assert len(session.propose() or ()) in range(1, 9)
 
 
+def costs_of_turns(draft_s: float, target_s: float = 5.0) -> PairModel:
+    costs = PairModel()
+    for _ in range(40):
+        costs.draft.observe(1, draft_s)
+        costs.target.observe(1, 0, target_s, 1)
+        costs.target.observe(1, 3, target_s, 3)
+    return costs
+
+
+def test_in_turns_budget_lets_the_target_wait_for_as_many_draft_tokens_as_pay() -> None:
+    lengths = []
+    for draft_s in (0.01, 0.3, 1.0, 5.0):
+        session = session_of("budget", costs=costs_of_turns(draft_s), gamma=15, takes_turns=True, uses_text=False)
+        while (found := session.propose()) is None:
+            run(session, DOUBTFUL)
+        lengths.append(len(found))
+
+    assert lengths == sorted(lengths, reverse=True)
+    assert lengths[0] > lengths[1] > lengths[2] > lengths[3] == 0
+
+
+def test_in_turns_budget_drafts_only_while_the_target_waits_and_one_token_at_a_time() -> None:
+    session = session_of("budget", costs=costs_of_turns(0.5), gamma=2, takes_turns=True)
+
+    assert list(session.rows()) == [], "the target has not asked"
+    assert session.propose() is None
+    assert list(session.rows()) == [session.tree.root]
+    run(session)
+    assert session.propose() is None
+    assert [node.position - session.tree.root.position for node in session.rows()] == [1]
+    run(session)
+    assert session.propose() == [1, 1]
+    assert list(session.rows()) == [], "the target computes"
+    assert session.drafts_by_verdict(4) == []
+    session.commit([1, 1, 1])
+    assert list(session.rows()) == []
+
+
+def test_in_turns_budget_does_not_wait_where_the_text_is_as_good_a_guess() -> None:
+    costs = costs_of_turns(1.0)
+    for _ in range(40):
+        costs.calibration.observe_guess((TEXT, 3), is_right=True)
+    session = session_of("budget", prompt=[5, 6, 7, 8, 9, 5, 6, 7], costs=costs, gamma=4, takes_turns=True)
+
+    assert session.propose() == [8, 9, 5, 6][: len(session.submitted)] != []
+
+
+def test_in_turns_the_wait_makes_tokens_cheaper_than_the_targets_own_time_says() -> None:
+    """A wait of two steps' time halves the rate, so a token of the target may cost twice as much draft time."""
+    costs = costs_of_turns(0.5)
+    rate = costs.target.rate
+    for _ in range(200):
+        costs.target.observe_wait(5.0)
+    costs.target.observe(1, 3, 5.0, 3)
+
+    assert costs.target.rate == pytest.approx(rate / 2, rel=0.05)
+
+
 def test_budget_learns_that_a_text_does_not_repeat_itself() -> None:
     costs = PairModel()
     for _ in range(40):

@@ -10,6 +10,9 @@ N-gram guesses are the tokens that followed the same few tokens before, in this 
 submission ends at a node that the draft has not run, guesses are submitted after it. Guesses below a node that is about
 to run are run in the same step, so that one draft step gives several tokens of depth. Where verifying a token costs the
 target time, tokens that will hardly be accepted are not submitted.
+
+With `takes_turns` draft and target never compute at the same time: they share all cores, and each gets all of them in
+its turn. The target waits as long as one more draft token is expected to save more time than its draft step takes.
 """
 
 from __future__ import annotations
@@ -23,7 +26,7 @@ from itertools import takewhile
 from specbranch.core.ngram import MEMORY, TEXT
 from specbranch.core.node import Node
 from specbranch.core.planner import Planner, Predictor, Rows, Settings, Share, Window
-from specbranch.core.round import Round
+from specbranch.core.round import Round, Verdict
 from specbranch.core.tree import Tree
 
 _MIN_PROB = 0.01
@@ -38,7 +41,8 @@ class BudgetSettings(Settings):
     the same target. `run_guesses`: run n-gram drafts through the draft too, in the step of the node before them.
     `cost_aware`: submit no token whose acceptance probability does not pay for its verification. `min_accept_prob`:
     submit no token with a lower acceptance probability, even where verification is free; this saves work of the target
-    and costs some speed. `wait_for_draft`: let the target wait for a draft of full length, which is only for tests.
+    and costs some speed. `takes_turns`: draft only while the target waits, and let it wait while that pays; for a draft
+    on the target's own cores. `wait_for_draft`: let the target wait for a draft of full length; only for tests.
     """
 
     gamma: Window = 15  # with the target's own token a power of two, as kernels like it
@@ -48,6 +52,7 @@ class BudgetSettings(Settings):
     run_guesses: bool = True
     cost_aware: bool = True
     min_accept_prob: Share = 0.0
+    takes_turns: bool = False
     wait_for_draft: bool = False
 
 
@@ -60,10 +65,17 @@ class BudgetPlanner(Planner[BudgetSettings]):
         super().__init__(settings, predictor)
         used = {TEXT: settings.uses_text, MEMORY: settings.uses_memory}
         self._sources = [source for source, is_used in used.items() if is_used]
+        self._awaited: int | None = None  # the round in which the target waits for a draft, with `takes_turns`
+        self._num_steps = 0  # draft steps for which the target has waited in this round
+        self._last_tip: Node | None = None  # that one of them has run
 
     @property
     def may_block_target(self) -> bool:
-        return self.settings.wait_for_draft
+        return self.settings.wait_for_draft or self.settings.takes_turns
+
+    @property
+    def waits_for_prefill(self) -> bool:
+        return self.settings.takes_turns
 
     def submit(self, round: Round) -> Sequence[Node] | None:
         tree = round.tree
@@ -71,6 +83,9 @@ class BudgetPlanner(Planner[BudgetSettings]):
             tip = tree.next_unrun(tree.root, self.settings.gamma)
             if tip is not None and tree.path_prob(tip) >= _MIN_PROB:
                 return None
+        if self.settings.takes_turns and self._waiting_pays(round):
+            self._awaited = round.index
+            return None
         return self.submit_after(round, tree.root)
 
     def submit_after(self, round: Round, start: Node) -> Sequence[Node] | None:
@@ -78,10 +93,10 @@ class BudgetPlanner(Planner[BudgetSettings]):
 
         The chain ends before the first token that does not pay for its verification; where the draft has not drafted
         further, n-gram guesses follow. The chain is empty if it would gain less than submitting any draft costs. With
-        `wait_for_draft`, return None unless `start` is the root.
+        `wait_for_draft` or `takes_turns`, return None unless `start` is the root.
         """
         tree, settings, prices = round.tree, self.settings, round.costs.target
-        if settings.wait_for_draft and start is not tree.root:
+        if (settings.wait_for_draft or settings.takes_turns) and start is not tree.root:
             return None
         price = prices.min_accept_prob if settings.cost_aware else 0.0
         min_prob = max(price, settings.min_accept_prob)
@@ -109,7 +124,62 @@ class BudgetPlanner(Planner[BudgetSettings]):
         if self._sources:  # here, because an answer to the target must not wait for it
             round.ngrams.index_new_tokens()
         deepens = settings.run_guesses and self._sources
+        if settings.takes_turns:
+            return self._rows_in_turn(round) if self._awaited == round.index and round.is_waiting else []
         return best_rows(round, tree.root, depth, settings.max_rows, _MIN_PROB, guess if deepens else None)
+
+    def learn(self, round: Round, verdict: Verdict) -> None:
+        if not self.settings.takes_turns:
+            return
+        costs, tree = round.costs, round.tree
+        for node in (tree.root, *(tree.submitted or ())):
+            if node.distribution is not None and node.children:
+                costs.observe_first_choice(tree.path_prob(node.children[0], node))
+        cost = costs.draft.cost
+        if cost is not None:
+            costs.target.observe_wait(self._num_steps * cost.at(costs.target.num_rows))
+        self._num_steps = 0
+
+    def _tip(self, tree: Tree) -> Node | None:
+        """Return the node to run next for a longer chain of drafted tokens; None if the chain cannot become longer."""
+        chain = tree.chain(tree.root, self.settings.gamma, has_guesses=False)
+        tip = chain[-1] if chain else tree.root
+        return tip if tip.distribution is None and len(chain) < self.settings.gamma else None
+
+    def _waiting_pays(self, round: Round) -> bool:
+        """Return whether the target should wait for one more draft step: for a token after the drafted chain.
+
+        The token is expected to be as likely as the draft's first choices are on average. It competes with the n-gram
+        guess that is there without a draft step.
+        """
+        tree, costs = round.tree, round.costs
+        tip = self._tip(tree)
+        if tip is None:
+            return False
+        draft, target, prob = costs.draft.cost, costs.target, tree.path_prob(tip)
+        if draft is None:
+            return prob >= _MIN_PROB
+        guesses = round.ngrams.extend(tree, tip, 1, 0.0, self._sources) if self._sources else []
+        guess_prob = tree.path_prob(guesses[0]) if guesses else 0.0
+        price = target.min_accept_prob
+        gain = prob * costs.first_choice_prob - price - max(guess_prob - price, 0.0)
+        # While the draft computes, the whole batch waits, so each of its sequences pays an equal part of the time.
+        return gain > draft.at(target.num_rows) / target.num_rows * target.rate
+
+    def _rows_in_turn(self, round: Round) -> Sequence[Node]:
+        """Return the last node of the drafted chain, and the n-gram guesses below it that are worth their rows."""
+        tree, settings = round.tree, self.settings
+        tip = self._tip(tree)
+        if tip is None:
+            return []
+        self._num_steps += tip is not self._last_tip  # a step may be planned twice
+        self._last_tip = tip
+        nodes, cost = [tip], round.costs.draft.cost
+        if settings.run_guesses and self._sources and cost is not None:
+            count = min(settings.max_rows - 1, tree.root.position + settings.gamma - tip.position)
+            nodes += round.ngrams.extend(tree, tip, count, _MIN_PROB, self._sources)
+            nodes = nodes[: cost.best_rows([tree.path_prob(node) for node in nodes])]
+        return nodes
 
     def _gain(self, start: Node, chain: Sequence[Node], price: float, min_prob: float) -> float:
         """Return how many tokens of `chain` will be accepted on average, minus the `price` of each token.

@@ -16,7 +16,7 @@ from itertools import chain, islice
 from specbranch.core.costs import StepCost, StepTimeModel
 from specbranch.core.scheduler import MIN_PREFILL_CHUNK, RowRequest, request_rows, select_rows
 from specbranch.engines.base import EngineInfo
-from specbranch.engines.tree_cache import EngineRow
+from specbranch.engines.tree_cache import NUM_FIRST, EngineRow
 from specbranch.errors import EngineFull
 from specbranch.service.server.draft_session import DraftSession, State
 from specbranch.service.server.fair_queue import DecayedUsage
@@ -27,6 +27,7 @@ _MIN_SILENCE_S, _MAX_SILENCE_S = 1.0, 20.0  # after which a tenant counts as gon
 _MIN_PAUSE_S = 0.05  # between two steps of a tenant; messages of one step come closer together
 _PREFILL_HALF_LIFE_S = 10.0
 _SMOOTHING = 0.1  # weight of a new time of prefill or of planning
+_MIN_WINDOW, _MAX_PREFILL_S = 256, 0.5  # tokens, and the time of a prefill while a target decodes without drafts
 _MIN_PLANNED = 4  # sessions, however long planning takes
 _OTHERS_SHARE = 4  # one session in four may be one that no present tenant decodes
 _MAX_OTHERS_PLANNING_S = 0.004  # for those sessions, per step
@@ -220,8 +221,8 @@ class BatchPlanner:
             self._cost.observe(num_outputs, step_s)
             return
         cost = self._cost.cost
-        if cost is not None and num_prefilled >= MIN_PREFILL_CHUNK:  # the time of fewer tokens says little
-            token_s = max(step_s - cost.at(num_outputs), 0.0) / num_prefilled
+        if num_prefilled >= MIN_PREFILL_CHUNK:  # the time of fewer tokens says little
+            token_s = max(step_s - (cost.at(num_outputs) if cost is not None else 0.0), 0.0) / num_prefilled
             change_s = token_s - self._prefill_token_s
             self._prefill_token_s += _SMOOTHING * change_s if self._prefill_token_s else token_s
         now_s = self._clock()
@@ -284,6 +285,7 @@ class BatchPlanner:
         """
         request = None
         with self._faults.guard(session), session.lock:
+            self._choose_window(session)
             core, num_unprefilled = session.core, session.num_unprefilled
             state = session.state
             nodes = () if state is State.DROPPED else core.rows()
@@ -300,6 +302,19 @@ class BatchPlanner:
                     session, core.round, nodes, is_awaited, num_unprefilled, session.tenant, num_prefilled
                 )
         return request
+
+    def _choose_window(self, session: DraftSession) -> None:
+        """Limit what a session prefills to a window at its end, if its target decodes already and could use drafts now.
+
+        The window takes about half a second. A session that has begun a longer prefill begins again.
+        """
+        core, cache = session.core, session.tree_cache
+        if not (core.waits_for_prefill or session.has_verdict) or not self._prefill_token_s:
+            return
+        window = max(_MIN_WINDOW, int(_MAX_PREFILL_S / self._prefill_token_s))
+        if session.num_unprefilled > window + NUM_FIRST:
+            cache.close()
+            cache.window = window
 
     def _step_cost(self) -> StepCost | None:
         """Return the measured cost of a draft step, with planning and prefill; None before the first measurement."""

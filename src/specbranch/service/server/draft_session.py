@@ -121,10 +121,10 @@ class DraftSession:
     def is_far_behind(self) -> bool:
         """Whether no target should wait for a draft, because more than 32 tokens are left to prefill.
 
-        This is so after a loss of the cache, for example.
+        This is so after a loss of the cache, for example. It is never so if the planner waits for prefill.
         """
         with self.lock:
-            return self.num_unprefilled > _MAX_UNPREFILLED
+            return self._needs_long_prefill()
 
     def set_state(self, state: State) -> bool:
         """Change the state and return True; return False if that is not allowed.
@@ -194,7 +194,7 @@ class DraftSession:
             draft = self._submit()
             if draft is not None:
                 return draft
-            if self.num_unprefilled > _MAX_UNPREFILLED:
+            if self._needs_long_prefill():
                 return self._submit_ready()
             self.set_state(State.TARGET_WAITING)
             return None
@@ -207,6 +207,9 @@ class DraftSession:
         """
         with self.lock:
             return self._submit_ready()
+
+    def _needs_long_prefill(self) -> bool:
+        return self.num_unprefilled > _MAX_UNPREFILLED and not self.core.waits_for_prefill
 
     def _submit_ready(self) -> Draft | None:
         self.core.submit_ready()
