@@ -64,7 +64,7 @@ class DraftAddress:
         tokens will be accepted: the name of a built-in predictor, or the directory of a trained one. vLLM verifies at
         most `max_draft_tokens` per sequence and step (None: the planner's default), and a step waits at most
         `deadline_ms` for a draft. Targets in the same `namespace` share drafts for equal prompts. `is_gated`: do not
-        draft at loads where drafts were measured not to pay.
+        draft at loads where drafts were measured not to make decoding faster.
         """
         chosen = ProposerSettings(
             address=self.address,

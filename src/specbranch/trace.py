@@ -109,7 +109,7 @@ class Trace:
 
     @classmethod
     def read(cls, path: str | Path) -> Trace:
-        """Return the trace in a file; raise `TraceError` with the cause, such as a wrong line, if it is not a trace."""
+        """Read a trace file and return the trace; raise `TraceError`, which names the cause, such as a wrong line."""
         return read_trace(Path(path))
 
     def write(self, path: str | Path) -> None:
@@ -142,7 +142,7 @@ class Trace:
 
 
 def read_trace(path: Path) -> Trace:
-    """Return the trace in a file; raise `TraceError` with the cause, such as a wrong line, if it is not a trace."""
+    """Read a trace file and return the trace; raise `TraceError`, which names the cause, such as a wrong line."""
     try:
         data = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
     except (OSError, EOFError, zlib.error) as error:

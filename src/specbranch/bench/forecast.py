@@ -95,7 +95,7 @@ class Advice:
         return sorted({forecast.concurrency for forecast in self.forecasts})
 
     def best_at(self, concurrency: int) -> Forecast:
-        """Return the forecast of the fastest planner at a concurrency, which is `none` if drafts do not pay."""
+        """Return the forecast of the fastest planner at a concurrency: planner `none` if all others are slower."""
         return max((one for one in self.forecasts if one.concurrency == concurrency), key=lambda one: one.speed)
 
     def stops_at(self, min_gain: float) -> int | None:

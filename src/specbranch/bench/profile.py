@@ -120,7 +120,7 @@ class _Bench:
                 self._engine.close(handle)
 
     def timings(self, rows: Sequence[int]) -> Timings:
-        """Return the times of all rounds except the first, which is a warm-up."""
+        """Summarize the measured times for the row counts `rows`, without the first round, which is a warm-up."""
         forks_s = [fork_s for round_s in self._forks_s[1:] for fork_s in round_s]
         return Timings(
             self._context_len,

@@ -285,7 +285,7 @@ def _line(results: Results, cell: Cell, method: str, own: list[Record], bare: li
 def _draft_stats(own: Sequence[Record], emitted: int) -> tuple[float | None, Mapping[str, float] | None, float | None]:
     """Return the hit rate, the rolled-back tokens per emitted token by cause, and the draft rows per round.
 
-    All three are None without drafts.
+    They are sums over the records `own`, in which `emitted` tokens were emitted; all three are None without drafts.
     """
     total: Counter[str] = Counter()
     for record in own:

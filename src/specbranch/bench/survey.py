@@ -208,7 +208,7 @@ def _together(
 
 
 def _decode(target: TargetProcess, messages: Sequence[str], num_tokens: int, goes_on: bool) -> list[Decoded]:
-    """Return the target's greedy answers of at most `num_tokens` tokens to these messages.
+    """Have the target answer these messages greedily, with at most `num_tokens` tokens each; return the answers.
 
     With `goes_on`, answers continue past their natural end, so that the batch keeps its size.
     """

@@ -46,7 +46,7 @@ class TimeSpan:
 class Mark:
     """How many of a target's sequences (`rows`) had a hit, or how many had a miss, in the verdicts of one step.
 
-    A hit: the draft had drafted and run the committed tokens before the verdict came.
+    A hit: before the verdict came, the draft had computed its distribution after the last committed token.
     """
 
     at_s: float
@@ -254,7 +254,7 @@ def _verdict(
 
 
 def _span(event: dict[str, Any], *counts: str) -> TimeSpan:
-    """Return an event as a span; raise an error if its numbers lack one of `counts`."""
+    """Return an event as a span; raise an error if its times, or its values named in `counts`, are not valid."""
     start_s, args = _seconds(event["ts"]), event["args"]
     return TimeSpan(
         start_s, start_s + _seconds(event["dur"]), {**args, **{name: _count(args[name]) for name in counts}}

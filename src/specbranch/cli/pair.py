@@ -54,7 +54,7 @@ class LocalPairOptions:
     arguments: Mapping[str, Any] = field(default_factory=dict)
 
     def check(self) -> None:
-        """Check directories, settings and all of `Preflight` before a model loads; raise the first error."""
+        """Check directories, settings and all that `Preflight` checks, before a model loads; raise the first error."""
         check_directory("--timeline", self.timeline)
         if self.is_drafting:
             self.settings(self.where).checked_settings(self.gamma)
@@ -101,7 +101,7 @@ class LocalPair:
         self.target.configure(self._settings(planner=planner, settings={}))
 
     def use_own_planner(self) -> None:
-        """Switch back to the planner and settings of the options, from the next request on."""
+        """Switch back to the planner and settings that the pair was created with, from the next request on."""
         self.target.configure(self._settings())
 
     def wait_s(self) -> float:

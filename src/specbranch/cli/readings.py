@@ -217,7 +217,7 @@ class Measure:
 
 
 def top_rows(now: StatsReading, earlier: StatsReading | None) -> list[Measure]:
-    """Return the lines of `specbranch top` for a reading; without an earlier reading, `last` is None in all of them."""
+    """Return the lines of `specbranch top` for `now`; without an `earlier` reading, `Measure.last` is None in each."""
     total = _whole(now)
     last = _between(now, earlier) if earlier is not None else None
     lines = (*_VERDICTS, *(_ROWS if now.draft_steps is None else _STEPS), *_WAIT)
@@ -318,7 +318,7 @@ class StatsSource(Protocol):
     name: str
 
     def read(self) -> StatsReading:
-        """Return the current reading; raise `ServiceUnavailable` if the source cannot be read."""
+        """Read the counters now, and return the reading; raise `ServiceUnavailable` if the source cannot be read."""
         ...
 
     def close(self) -> None:
@@ -351,7 +351,7 @@ class ServiceSource:
         return from_overview(self.overview(), time.monotonic())
 
     def overview(self) -> Overview:
-        """Return the service's own figures and settings; raise `ServiceUnavailable` if it does not reply.
+        """Ask the service for its figures and settings, and return them; raise `ServiceUnavailable` without a reply.
 
         Raise `UsageError` if the service is too old to report its figures.
         """

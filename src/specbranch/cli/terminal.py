@@ -1,4 +1,4 @@
-"""Show an answer on the terminal: chat, colours for drafted text, and a line of stats."""
+"""Show an answer on the terminal: chat, colors for drafted text, and a line of stats."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class DraftHighlighter:
 
     It decodes tokens one by one, in the context of the tokens before, to count the characters of each. A character that
     several tokens encode counts for the token that completes it. If the engine's text differs from the decoder's,
-    colours may be some characters off; the text never is.
+    colors may be some characters off; the text never is.
     """
 
     def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:

@@ -133,9 +133,10 @@ class Calibration:
             self._others.observe(distribution, token, first)
 
     def observe_drawn(self, distribution: Distribution, token: int, drawn: int, q: Distribution) -> None:
-        """Update the learned probabilities of sampling with the emitted `token` and `drawn`, a token sampled from `q`.
+        """Update the estimates for sampled tokens: the target tested `drawn`, sampled from `q`, and emitted `token`.
 
-        `distribution` is the draft's top-k at temperature 1, from which `q` was made.
+        The target accepted `drawn` if both tokens are equal. `distribution` is the draft's top-k at temperature 1, from
+        which `q` was made.
         """
         self._kept.observe(_log_odds(q), drawn == token)
         if drawn != token:

@@ -1,15 +1,16 @@
 """N-gram drafts: what followed the same few tokens before, in this sequence or in past answers.
 
-A guess is a token of such a draft. It is added to the draft tree below a node that the draft has not run. The draft
-then runs the node and the guesses below it in one step, and its distributions confirm the guesses or not; or the target
-verifies the guesses at once. Either way a wrong guess only wastes time.
+A guess is a token of such a draft. It is added to the draft tree below a node that the draft has not run, so that the
+distribution after the node is unknown. The draft then runs the node and the guesses below it in one step, and its
+distributions confirm the guesses or not; or the target verifies the guesses at once. Either way a wrong guess only
+wastes time.
 
 Guesses from the sequence itself need no model. They help where text is copied: in summaries, in answers about a given
 text, in edits of code.
 
 Past answers are kept too, because repeated questions, agents in loops and edits of one file repeat most of an answer.
-Their number of tokens is limited: the oldest answers are forgotten first, but answers in which a context was found
-stay longer. The service keeps a separate history for each namespace, so guesses never come from another namespace.
+Their number of tokens is limited: the oldest answers are forgotten first, but answers in which a context was found stay
+longer. The service keeps a separate history for each namespace, so guesses never come from another namespace.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ class NgramDrafter:
     def extend(
         self, tree: Tree, tip: Node, count: int, min_prob: float, sources: Collection[str] = SOURCES
     ) -> list[Node]:
-        """Add a chain of at most `count` guessed nodes below `tip`, a node that was not run, and return these nodes.
+        """Add at most `count` guessed nodes as a chain below `tip`, and return these nodes; none if `tip` was run.
 
         The chain ends before a guess that the target reaches from the root with a probability below `min_prob`.
         `sources`: where guesses may come from, `TEXT`, `MEMORY` or both.
@@ -83,7 +84,7 @@ class NgramDrafter:
         return chain
 
     def _best_guess(self, calibration: Calibration, tip: Node, count: int, sources: Collection[str]) -> Guess:
-        """Return a guess of at most `count` tokens after `tip`; [] if no source has one.
+        """Return a guess of at most `count` tokens after `tip`; an empty list if no source has one.
 
         If several sources have a guess, take that of the source that was right most often, each source judged by its
         past guesses with the same matched context length.
@@ -206,7 +207,7 @@ class _PositionChains:
         return mixed >> self._shift
 
     def _clear(self, num_positions: int) -> None:
-        """Remove all positions, and make room for this number of them and three times as many."""
+        """Remove all positions, and replace the table of hashes by one for at least twice `num_positions` positions."""
         bits = (num_positions - 1).bit_length() - 1
         self._shift = _HASH_BITS - bits
         self._newest = array("i", bytes(4 << bits))

@@ -63,7 +63,7 @@ class Node:
         return None
 
     def path(self, max_len: int | None = None) -> list[int]:
-        """Return the tokens on the path from the root, without it, to this node; at most the last `max_len` of them."""
+        """Return the tokens from the root's child down to this node, or only the last `max_len` of them."""
         tokens: list[int] = []
         node = self
         while node.parent is not None and (max_len is None or len(tokens) < max_len):

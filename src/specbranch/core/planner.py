@@ -141,17 +141,21 @@ class Planner(ABC, Generic[S]):
 
     @abstractmethod
     def rows_to_run(self, round: Round) -> Sequence[Node]:
-        """Return the nodes worth running in the next draft step, most valuable first. Called between draft steps."""
+        """Return the nodes whose next-token distributions the next draft step should compute, most valuable first.
+
+        Called between draft steps.
+        """
 
     def submit_after(self, round: Round, start: Node) -> Sequence[Node] | None:
         """Return the chain that `submit` would return if the next verdict committed the tokens up to `start`.
 
-        Return None if that is not known in advance. A target that gets its draft in advance need not wait for a reply.
+        Return None if the planner cannot know the chain in advance. A target that gets its draft in advance need not
+        wait for a reply.
         """
         return None
 
     def learn(self, round: Round, verdict: Verdict) -> None:  # most planners learn nothing
-        """Update the planner's state from the verdict on this round's submission. Called before the tree is re-rooted.
+        """Update the planner's state from the verdict on this round's submission.
 
-        The base class changes nothing.
+        Called before the verdict moves the root of the tree. The base class changes nothing.
         """

@@ -1,8 +1,8 @@
 """Which rows run in the next draft step: one policy for the service and for the simulator.
 
-Rows of all sessions compete: first those that a target waits for, then by the probability that their tokens come true.
-Sessions that are still in prefill share one chunk of prefill tokens in a step, so that other sessions go on drafting
-meanwhile.
+Rows of all sessions compete: first those that a target waits for, then those whose tokens the target emits with the
+highest probability. Sessions that are still in prefill share one chunk of prefill tokens in a step, so that other
+sessions go on drafting meanwhile.
 
 Tenants share a step: each gets as many rows as the tenant that requests fewest. Further rows and prefill tokens may at
 most double the time of the step. So no tenant's large request delays the drafts of another.
@@ -26,7 +26,7 @@ _CHUNK_DIVISOR = 4  # divides the prefill chunk of a step in which other session
 
 @dataclass(slots=True, kw_only=True)
 class RowRequest(Generic[K]):
-    """The nodes that one session wants to run in the next step, and those that it was granted."""
+    """The nodes that one session wants to run in the next step, and those of them that `select_rows` chooses."""
 
     session: K
     nodes: Sequence[Node]
@@ -88,9 +88,9 @@ def select_rows(
     cost: StepCost | None = None,
     is_shared: bool = False,
 ) -> Schedule[K]:
-    """Grant at most `row_limit` rows, the most valuable first, and return the schedule of the step.
+    """Choose at most `row_limit` rows for the next step, the most valuable first, and return its schedule.
 
-    Granted nodes are appended to `granted` of each request. `prefill_chunk` is the most tokens to prefill. `is_shared`:
+    Chosen nodes are appended to `granted` of each request. `prefill_chunk` is the most tokens to prefill. `is_shared`:
     several tenants use the draft, even if one tenant alone requests rows now. If tenants share the draft and `cost` is
     given, further rows and prefill tokens together may take about as long as the rows within equal shares.
     """

@@ -1,8 +1,9 @@
 """Text drafts: n-gram drafts for the sequences of one target, made in the target's own process, without a draft model.
 
-They follow the rules of planner `budget`: a session per sequence, the same calibration, prices and history as in the
-draft service. What the target emits says whether a guess was right, whether or not the guess was verified. So a
-sequence may be left out of any number of steps; the next call catches up.
+They follow the rules of planner `budget`. As the draft service does, a drafter keeps a session for each sequence and
+past answers, and learns how often guesses are right and what it costs the target to verify them. The target's tokens
+show whether a guess was right even if it was not verified. So a sequence may be left out of any number of steps; the
+next call catches up.
 """
 
 from __future__ import annotations
@@ -65,8 +66,8 @@ class TextDrafter:
         """Commit the tokens since the last call for this name, and return a draft of at most `max_len` tokens.
 
         `tokens` is the whole sequence. If it does not continue the one known by the name, it is a new sequence, of
-        which the last `num_new` tokens are the target's answer. `has_recurring_noise`: the random numbers that sampled
-        the answer may come again, so it must not help to draft another sequence.
+        which the last `num_new` tokens are the target's answer. `has_recurring_noise`: the target may draw the same
+        random numbers again, for example from a seed, so the answer must not help to draft another sequence.
         """
         try:
             return self._draft(name, tokens, num_new, max_len, has_recurring_noise)
@@ -76,9 +77,10 @@ class TextDrafter:
             return []
 
     def observe_step(self, num_rows: int, num_submitted: int, num_committed: int, step_s: float) -> None:
-        """Add the time of a step of the target without drafts of the draft service, and update the prices.
+        """Learn from the time of a target step, without drafts of the service, what verifying draft tokens costs.
 
-        `num_submitted` counts the tokens of text drafts in it; the numbers are sums over all `num_rows` sequences.
+        The step had `num_rows` sequences and took `step_s` seconds. It verified `num_submitted` tokens of text drafts
+        and committed `num_committed` tokens; both numbers are sums over all sequences.
         """
         try:
             self._costs.observe_step(num_rows, num_submitted, num_committed, step_s)
@@ -103,7 +105,7 @@ class TextDrafter:
         return draft
 
     def _synced_session(self, name: str, tokens: Tokens, num_new: int) -> Session:
-        """Return the session of a sequence with all its tokens committed, a new one if the known one does not fit."""
+        """Commit a sequence's new tokens to its session, and return it; first create one if none fits the sequence."""
         session = self._sessions.get(name)
         num_known = len(session.tokens) if session is not None else 0
         if session is None or not _continues(tokens, session.tokens):
@@ -142,7 +144,7 @@ def drafts_from_text(planner: Planner[Any]) -> bool:
 
 
 def _continues(tokens: Tokens, known: Sequence[int]) -> bool:
-    """Return whether a sequence is at least as long as `known`, and the same at its end."""
+    """Return whether `tokens` seems to continue `known`: it is no shorter, and has the last 8 tokens of `known`."""
     num_known = len(known)
     return len(tokens) >= num_known and _as_list(tokens[max(num_known - _TAIL, 0) : num_known]) == known[-_TAIL:]
 

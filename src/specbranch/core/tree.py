@@ -51,9 +51,10 @@ class Tree:
         return self.submitted[-1] if self.submitted else self.root
 
     def grow(self, node: Node, min_prob: float = 0.0) -> bool:
-        """Draw one more child of a node and return True; return False if it was not run or all its top-k are drawn.
+        """Draw one more child of a node, and return whether one was drawn.
 
-        Also return False, and draw nothing, if all tokens not drawn yet have a total probability below `min_prob`.
+        No child is drawn in three cases: the distribution after the node is unknown, because the node was not run; all
+        tokens of its top-k are drawn; or all tokens not drawn yet have a total probability below `min_prob`.
         """
         distribution, children = node.distribution, node.children
         if distribution is None:
@@ -94,7 +95,7 @@ class Tree:
     def next_unrun(self, start: Node, length: int) -> Node | None:
         """Return the node to run next so that the chain below `start` can grow to `length` tokens.
 
-        Return None if the chain is that long already, or if the distribution at its end has no token to draw.
+        Return None if the chain has `length` tokens already, or if the distribution at its end has no token to draw.
         """
         chain = self.chain(start, length)
         tip = chain[-1] if chain else start

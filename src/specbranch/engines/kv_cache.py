@@ -73,7 +73,7 @@ class SlotAllocator:
         return self._held[handle].path
 
     def open(self) -> int:
-        """Open a handle with no cells in a new region, and return it."""
+        """Open a handle with no cells, for which a new region begins, and return it."""
         first = self._widest_room()
         return self._hold(_Held(SlotRegion(first, first, first), _NO_CELLS))
 

@@ -212,7 +212,7 @@ def supports_gpu() -> bool:
 
 
 def gguf_path(model: str) -> Path:
-    """Return the path of a model's GGUF file, downloading it if needed.
+    """Find a model's GGUF file, download it if needed, and return its path.
 
     `model` is a path, a name below $SPECBRANCH_MODELS, or `repo:file.gguf` for a file on the Hugging Face hub.
     """
@@ -315,7 +315,7 @@ def _fed(rows: Sequence[Row], lengths: Sequence[int]) -> Iterator[_Fed]:
 
 
 class GgmlGpus:
-    """The GPUs that ggml knows, in llama.cpp's order; empty if the library lacks the functions to list them.
+    """The GPUs that ggml lists for this process, in llama.cpp's order; none if the library cannot list them.
 
     `library` is llama.cpp as loaded by ctypes.
     """
@@ -329,7 +329,7 @@ class GgmlGpus:
 
     @property
     def count(self) -> int:
-        """The number of GPUs."""
+        """How many GPUs ggml lists for this process; 0 if the library lacks the functions to list them."""
         return len(self._devices)
 
     def free_bytes(self, index: int) -> int | None:

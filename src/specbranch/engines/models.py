@@ -132,7 +132,10 @@ def _is_cached(cache: str, repository: str) -> bool:
 
 
 def _within(limit_s: float, ask: Callable[[], HubAnswer]) -> HubAnswer:
-    """Call `ask` in a thread and return its answer; after `limit_s`, return an answer whose `unknown` says so."""
+    """Call `ask` in a thread and return its answer; after `limit_s`, return an answer that says it came too late.
+
+    The field `unknown` of this answer has the explanation.
+    """
     answers: list[HubAnswer] = []
     thread = Thread(target=lambda: answers.append(ask()), name="hub", daemon=True)
     thread.start()

@@ -190,7 +190,7 @@ def fingerprint_of(vocabulary: Vocabulary) -> bytes:
 
 
 def read_fingerprint(model: str) -> bytes:
-    """Return the hashes of every 257th token of a model; b"" if its tokens are unknown.
+    """Read a model's vocabulary, and return the hashes of every 257th token; b"" if the tokens are unknown.
 
     Never raises: a file that cannot be read is logged as a warning.
     """

@@ -247,8 +247,8 @@ def _pair(sampled: Sampled) -> Outcomes | LogprobMeans:
 def _outcomes(answers: Answers) -> list[str]:
     """Return one choice of each answer as a string: choice 0 of the first answer, choice 1 of the second, and so on.
 
-    After the last choice it begins again with choice 0. So each answer counts once, and all choices are tested. Each
-    string also holds the finish reason and whether all choices of the answer are equal.
+    After the last choice, choice 0 follows again. So each answer counts once, and all choices are tested. Each string
+    also holds the finish reason and whether all choices of the answer are equal.
     """
     return [_outcome(replies[number % len(replies)], replies) for number, replies in enumerate(answers)]
 
@@ -329,7 +329,7 @@ def first_difference(one: str, other: str) -> int:
 
 
 def _leads(token: str, here: str, there: str) -> bool:
-    """Return whether a token continues the other text, whose rest is `there`, but not the reference's, `here`."""
+    """Return whether `token` begins `there`, the rest of the other text, but not `here`, that of the reference."""
     return token != "" and there.startswith(token) and not here.startswith(token)
 
 

@@ -48,7 +48,7 @@ class Compared:
 
 @dataclass(frozen=True, slots=True)
 class Outcomes:
-    """Two samples of whole outputs, to compare their distributions."""
+    """Two samples of outputs, each output as one value, such as its text or tokens, to compare their distributions."""
 
     ones: Sequence[Hashable]
     others: Sequence[Hashable]
@@ -66,7 +66,7 @@ class Outcomes:
 
 @dataclass(frozen=True, slots=True)
 class LogprobMeans:
-    """Two samples of the log-probabilities of whole outputs, to compare their means."""
+    """Two samples of log-probabilities, one number for each output, to compare their means."""
 
     ones: Sequence[float]
     others: Sequence[float]
@@ -170,7 +170,7 @@ def draws_for(level: float) -> int:
 def holm(p_values: Sequence[float]) -> list[float]:
     """Return p-values adjusted for the number of tests (Holm 1979).
 
-    If every test whose adjusted p-value is at most x is rejected, P(any false alarm) <= x.
+    If the null hypothesis of every test with an adjusted p-value of at most x is rejected, P(any false alarm) <= x.
     """
     order = sorted(range(len(p_values)), key=lambda index: p_values[index])
     adjusted, largest = [0.0] * len(p_values), 0.0
@@ -213,7 +213,10 @@ def detectable_shift(ones: Ints, others: Ints, critical: float, rng: np.random.G
 
 
 def shifted(distribution: Floats, distance: float) -> Floats:
-    """Return a distribution with mass moved evenly from one half to the other, up to this total-variation distance."""
+    """Return a distribution with probability mass moved evenly from one half of `distribution` to the other half.
+
+    `distance` is the mass to move, and so the total-variation distance; a half with less mass gives all that it has.
+    """
     gives, mass = np.zeros(len(distribution), dtype=bool), 0.0
     for index in np.argsort(distribution, kind="stable")[::-1]:
         if mass + distribution[index] <= 0.5 + _ROUNDING or not gives.any():
@@ -265,9 +268,9 @@ def _sampled_statistics(pooled: Ints, size: int, num_draws: int, rng: np.random.
 
 
 def _test_by_sampling(null: Floats, observed: float, level: float) -> Test:
-    """Return the test of the observed statistic against `null`, the statistics of random permutations.
+    """Test at significance `level` whether the `observed` statistic is large compared with `null`; return the result.
 
-    The observed statistic counts as one more permutation (Phipson and Smyth 2010).
+    `null` has the statistics of random permutations; the observed one counts as one more (Phipson and Smyth 2010).
     """
     as_extreme = int((null >= observed - _ROUNDING).sum())
     allowed = math.floor(level * (1 + len(null))) - 1

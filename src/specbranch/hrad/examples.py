@@ -155,7 +155,7 @@ def write_examples_card(directory: Path, card: ExamplesCard) -> None:
 
 
 def read_examples_card(directory: Path) -> ExamplesCard:
-    """Return the card of a collection; raise `ExamplesError` if the directory holds no examples of this version."""
+    """Read and return the card of a collection; raise `ExamplesError` if the directory holds none of this version."""
     try:
         document = json.loads((directory / "card.json").read_bytes())
         if document.pop("format") != FORMAT or document.pop("version") != VERSION:
@@ -166,7 +166,7 @@ def read_examples_card(directory: Path) -> ExamplesCard:
 
 
 def read_examples(directories: Sequence[Path]) -> Examples:
-    """Return all examples of the collections in these directories.
+    """Read all examples of the collections in these directories, and return them.
 
     Raise `ExamplesError` if they differ in more than the temperature, or if there are no examples.
     """
@@ -183,7 +183,7 @@ def read_examples(directories: Sequence[Path]) -> Examples:
 
 
 def read_answers(directory: Path) -> list[tuple[str, int, Answer]]:
-    """Return the answers of a collection in the order of its examples, as tuples of task, hash of the prompt, answer.
+    """Read a collection's answers, and return tuples of task, hash of the prompt and answer, in the examples' order.
 
     Answers of one token are left out, because they have no examples.
     """

@@ -117,7 +117,7 @@ def _hidden(tensors: Mapping[str, _Array], inputs: _Array, product: Callable[[_A
 
 
 def read_hrad_card(directory: Path) -> HradCard:
-    """Return the card of the predictor in a directory; raise `HradError`, which says what to do, if it is not valid."""
+    """Read and return the card of the predictor in a directory; raise `HradError`, which says what to do, if wrong."""
     try:
         card = msgspec.json.decode((directory / CARD).read_bytes(), type=HradCard)
     except OSError as error:
@@ -133,7 +133,7 @@ def read_hrad_card(directory: Path) -> HradCard:
 
 
 def read_hrad(directory: Path) -> Hrad:
-    """Return the trained predictor in a directory; raise `HradError`, which says what to do, if it cannot be read."""
+    """Read and return the trained predictor in a directory; raise `HradError`, which says what to do, on failure."""
     card = read_hrad_card(directory)
     try:
         return Hrad(_read_tensors(directory / WEIGHTS), card)

@@ -165,7 +165,7 @@ class _Whitening:
 
 
 def _fit_whitening(examples: Examples, inputs: Inputs, rank: int, most: int = 20_000) -> _Whitening:
-    """Return the whitening computed from at most `most` sampled examples, with at most `rank` directions for features.
+    """Fit a whitening to at most `most` sampled examples, with at most `rank` directions for features; return it.
 
     Inputs from the draft's distribution are not projected.
     """

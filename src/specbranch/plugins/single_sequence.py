@@ -105,7 +105,7 @@ class SingleSequenceDrafts:
         return draft[:max_len]
 
     def _num_new(self, text: TokenArray) -> int:
-        """Return how many tokens the target has added since the last call; 0 if `text` does not continue the last."""
+        """Return by how many tokens `text` continues that of the last call; 0 if it cannot be its continuation."""
         before = len(self._text)
         num_new = len(text) - before
         is_same = 1 <= num_new <= self._num_drafted + 1 and np.array_equal(text[:before], self._text)

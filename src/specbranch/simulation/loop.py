@@ -56,8 +56,8 @@ class DraftStep:
 class TargetStep:
     """A finished step of the target; each tuple has one entry per session.
 
-    `wait_s` is how long the target waited for drafts before the step, `submitted` the number of submitted tokens, and
-    `hits` whether the draft had drafted and run the last token of the verdict.
+    `wait_s` is how long the target waited for drafts before the step, and `submitted` the number of submitted tokens.
+    `hits`: before the verdict, the draft had computed its distribution after the verdict's last token.
     """
 
     start_s: float

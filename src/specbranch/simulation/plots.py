@@ -78,7 +78,7 @@ def _draw_lanes(axis: Any, name: str, steps: list[Step], horizon_s: float) -> No
 
 
 def _draw_draft_step(axis: Any, step: DraftStep) -> None:
-    """Draw a box for each row of a step; its colour says whether a token drawn after the row's node was committed."""
+    """Draw a box for each row of a step; its color says whether a token drawn after the row's node was committed."""
     width = step.end_s - step.start_s
     height = 0.9 / len(step.nodes)
     for index, node in enumerate(step.nodes):

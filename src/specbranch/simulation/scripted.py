@@ -80,7 +80,7 @@ class TextScript:
 
 @dataclass(frozen=True, slots=True)
 class _Cell:
-    """The state after one token of a sequence, linked to that of the token `before`, so that a fork copies nothing."""
+    """A script's state after `length` tokens, linked to the cell of one token less, so that a fork copies nothing."""
 
     state: State
     length: int
@@ -373,10 +373,10 @@ def reject(offers: Sequence[Candidates], distributions: Sequence[Dense], chance:
 
 
 def reject_in_turn(p: Dense, offer: Candidates, chance: RandomSource) -> int:
-    """Return the token that a target with the distribution p emits at one position; it is distributed exactly as p.
+    """Test offered tokens at one position by rejection sampling; return the token emitted, distributed exactly as p.
 
-    The offered tokens are tested in order, each against what rejected tokens left of p. If all are rejected, the token
-    is sampled from the rest of p.
+    p is the target's distribution. The tokens are tested in order, each against what rejected tokens left of p. If all
+    are rejected, a token is sampled from the rest of p.
     """
     q = offer.distribution
     for token in offer.tokens:

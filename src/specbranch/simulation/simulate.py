@@ -119,11 +119,12 @@ class SimulationResult:
 def method_for(
     planner: str, pair: ModelPair, predictor: str = "confidence", as_in_paper: bool = True, has_text: bool = False
 ) -> Method:
-    """Return a planner's configuration for a pair as in its paper: with the pair's gamma and, for SSD, acceptance rate.
+    """Return the method to simulate a planner for a pair, with the pair's `gamma` and, for `ssd`, its acceptance rate.
 
-    Without `as_in_paper`, the planner `specbranch` is configured as the service runs it: no wait after a miss, and only
-    draft rows that pay. `has_text` says that the trace has real sequences with prompts, so that n-gram guesses make
-    sense.
+    With `as_in_paper`, planner `specbranch` gets the paper's settings. Otherwise it runs as in the service: the target
+    does not wait after a miss, and the draft runs only rows that give enough acceptance probability for their time.
+    `has_text`: the trace has real sequences with prompts; without it, guesses from the text are off. `predictor` is one
+    of `PREDICTORS`.
     """
     load_planners()
     names = setting_names(planner)

@@ -2,13 +2,13 @@
 
 After a miss (DRAFT stage) H-RAD's signal says how much to draft while the target waits: nothing, up to the first
 distribution with little confidence, or a whole window. While the target verifies (BRANCH stage) the draft grows k =
-max(1, floor(k_max * (1 - confidence))) branches at the branch point, right after the submission. After a hit
-a new signal decides how much of the surviving branch to submit (posterior drafting), and the target starts at once.
+max(1, floor(k_max * (1 - confidence))) branches at the branch point, right after the submission. After a hit a new
+signal decides how much of the surviving branch to submit (posterior drafting), and the target starts at once.
 
-Three things differ from the paper. Drafted tokens that are not submitted stay in the tree as the first branch.
-After a miss the target need not wait: it goes on with the tokens drafted so far, or none, while the draft catches up;
-on recorded traces waiting did not pay. And where rows are expensive, only the rows that pay for their time are run.
-`wait_for_draft` without `cost_aware` is the paper's form.
+Three things differ from the paper. Drafted tokens that are not submitted stay in the tree as the first branch. After a
+miss the target need not wait: it goes on with the tokens drafted so far, or none, while the draft catches up; on
+recorded traces, waiting was slower. And where rows are expensive, only those are run that give the most acceptance
+probability for their time. `wait_for_draft` without `cost_aware` is the paper's form.
 """
 
 from __future__ import annotations
@@ -92,8 +92,8 @@ class SpecbranchPlanner(Planner[SpecbranchSettings]):
     def _branch_len(self, round: Round, num_branches: int) -> int:
         """Return how many tokens to draft for each branch, its root included: as many as fit into a step of the target.
 
-        That is the measured ratio of step times, which may be 4.999 instead of 5. Rounded down, it would leave the
-        draft idle for a whole draft step. With rounding to the nearest number, the draft is idle or late by half a
+        How many fit is a ratio of measured step times, which may be 4.999 instead of 5. Rounded down, it would leave
+        the draft idle for a whole draft step. With rounding to the nearest number, the draft is idle or late by half a
         draft step at most.
         """
         ratio = round.costs.draft_steps_per_target_step(num_branches)

@@ -50,9 +50,8 @@ class SsdSettings(Settings):
 def fan_out(num_guesses: int, submitted_len: int, acceptance: float, decay: float) -> tuple[int, ...]:
     """Divide `num_guesses` among the numbers of accepted tokens from 0 to `submitted_len`; return a count for each.
 
-    A guess is a candidate for the target's own token after the accepted ones.
-
-    `acceptance` is the acceptance probability of a token; after F guesses the miss rate is F^-`decay`.
+    A guess is a candidate for the target's own token after the accepted ones. `acceptance` is the acceptance
+    probability of a token; after F guesses the miss rate is F^-`decay`.
     """
     stops = [(1 - acceptance) * acceptance**k for k in range(submitted_len)] + [acceptance**submitted_len]
     weights = [chance ** (1 / (1 + decay)) for chance in stops]
@@ -85,9 +84,9 @@ class SsdPlanner(Planner[SsdSettings]):
         return [tree.end, *rows] if tree.end.distribution is None else rows
 
     def _roots(self, round: Round) -> list[Node]:
-        """Return the candidates for the next root after every number of accepted tokens, and draw them if needed.
+        """Draw the candidates for the next root after every number of accepted tokens, if needed, and return them.
 
-        Those for full acceptance come first.
+        The candidates for the case that all submitted tokens are accepted come first.
         """
         tree, settings = round.tree, self.settings
         stops = [tree.root, *(tree.submitted or ())]

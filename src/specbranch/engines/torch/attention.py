@@ -113,9 +113,10 @@ def _is_prompt(piece: RowSpan) -> bool:
 
 
 def _mask(paths: Sequence[SlotIds], pieces: Sequence[RowSpan], width: int) -> NDArray[np.float32]:
-    """Return the mask [tokens, width] to add to scores: 0 for each token's sequence up to itself, -inf elsewhere.
+    """Return the mask [tokens, width] to add to attention scores: 0 where a token sees a column's slot, else -inf.
 
-    `paths` has for each row of `pieces` the mask's columns that stand for the slots of its sequence.
+    A token sees its own sequence up to itself. `paths` has for each row of `pieces` the columns of its sequence, in
+    order.
     """
     first = pieces[0].start
     mask = np.full((pieces[-1].stop - first, width), -np.inf, dtype=np.float32)

@@ -51,7 +51,7 @@ class FixedShapeRunner:
             self._run = self._recorded(frame.buckets)
 
     def run(self, batch: Batch) -> PackedTopK | None:
-        """Return the packed top-k of a batch's outputs; None if it is too large for fixed shapes."""
+        """Run a batch, and return the packed top-k of its outputs; return None if it is too large for fixed shapes."""
         bucket = self._frame.buckets.bucket(batch)
         if bucket is None:
             return None
@@ -74,10 +74,11 @@ class FixedShapeRunner:
 def choose_step_runner(
     forward: ForwardPass, buckets: Buckets, probe: Callable[[FixedShapeRunner | None], Sequence[Distribution]]
 ) -> FixedShapeRunner | None:
-    """Return the fastest runner of fixed-shape steps that agrees with steps of variable shape on this device.
+    """Try the runners of fixed-shape steps, fastest first, on this device; return the first that works.
 
-    Returns None if none does; then all steps must have variable shapes. Logs the choice and each rejected runner.
-    `probe` runs a step with a runner or, given None, with variable shapes, and returns its distributions.
+    A runner works if its results agree with those of steps of variable shapes. Returns None if no runner works; then
+    all steps must have variable shapes. Logs the choice and each rejected runner. `probe` runs a step with a runner or,
+    given None, with variable shapes, and returns its distributions.
     """
     expected = [float(one.confidence) for one in probe(None)]
     for name, make in _candidates(forward, buckets):

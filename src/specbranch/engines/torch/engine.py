@@ -177,7 +177,7 @@ class TorchEngine:
         return int(logits.shape[-1])
 
     def _probe_steps(self, steps: FixedShapeRunner | None) -> list[Distribution]:
-        """Set `steps` as the runner of small steps, and return the engine's distributions for a short test sequence.
+        """Run a short test sequence with `steps`, from now on the runner of small steps; return the distributions.
 
         With None, the engine runs small steps with variable shapes, like larger steps.
         """

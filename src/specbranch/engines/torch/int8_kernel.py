@@ -40,9 +40,9 @@ def has_byte_product() -> bool:
 
 
 def pack(integers: Array) -> Array:
-    """Return int8 weights [outputs, inputs] in the order of the product, as [blocks, quads, 32, 4], filled with zeros.
+    """Return int8 weights [outputs, inputs] in the order in which the product reads them, filled up with zeros.
 
-    The memory begins at a multiple of 64 bytes, as the product requires.
+    The shape is [blocks, quads, 32, 4]. The memory begins at a multiple of 64 bytes, as the product requires.
     """
     num_outputs, num_inputs = integers.shape
     blocks, quads = -(-num_outputs // _BLOCK), -(-num_inputs // _QUAD)
@@ -66,7 +66,7 @@ class Int8Product:
     """
 
     def __init__(self, integers: Array, scales: Array, bias: Array | None, *, uses_bytes: bool | None = None) -> None:
-        """`uses_bytes` None: multiply bytes if this CPU can."""
+        """Pack the weights; `uses_bytes` None: multiply bytes if this CPU has the instructions for it."""
         self._uses_bytes = has_byte_product() if uses_bytes is None else uses_bytes
         self._num_outputs, self._num_inputs = integers.shape
         self._packed = pack(integers)
@@ -78,7 +78,7 @@ class Int8Product:
         self._max_code = _MAX_BYTE if self._uses_bytes else min(_MAX_SHORT, _MAX_SUM // (_MAX_BYTE * self._padded))
 
     def __call__(self, rows: Array, residual: Array | None, num_threads: int) -> Array:
-        """Return the outputs [rows, outputs] for float32 rows [rows, inputs], plus `residual` if given."""
+        """Multiply float32 rows [rows, inputs] by the weights; return [rows, outputs], plus `residual` if given."""
         codes, scales = self._new_codes(len(rows))
         _quantize(rows, self._max_code, codes, scales)
         return self._multiply(codes, scales, residual, num_threads)
@@ -90,7 +90,7 @@ class Int8Product:
         return self._multiply(codes, scales, None, num_threads)
 
     def _in_blocks(self, values: Array, dtype: Any) -> Array:
-        """Return one value for each output, with zeros up to the end of the last block."""
+        """Return `values`, one for each output, filled up with zeros to whole blocks of outputs."""
         found = np.zeros(len(self._packed) * _BLOCK, dtype=dtype)
         found[: self._num_outputs] = values
         return found
@@ -168,7 +168,7 @@ def _emit_shorts(builder: Any, weights: Any, offset: Any, quads: Sequence[Any], 
 
 
 def _add_halves(builder: Any, product: Any) -> Any:
-    """Emit the sums of neighbouring lanes of a vector of 32: the form that LLVM knows as one instruction."""
+    """Emit the sums of neighbouring lanes of a vector of 32, in a form that LLVM turns into one instruction."""
     even, odd = (ir.Constant(_LANES, list(range(start, 32, 2))) for start in (0, 1))
     return builder.add(builder.shuffle_vector(product, product, even), builder.shuffle_vector(product, product, odd))
 
@@ -178,7 +178,7 @@ def _rows_of(values: Sequence[Any], size: int) -> list[Sequence[Any]]:
 
 
 def _tile(num_rows: int) -> Any:
-    """Return a function for Numba: the outputs of `num_rows` rows in one block of 32, written to `out`.
+    """Return a function for Numba that writes the outputs of `num_rows` rows in one block of 32 to `out`.
 
     It is called as `tile(codes, row, packed, block, scales, weight_scales, zeros, bias, base, out)`, where `row` is the
     first of the rows, and `base`, if not None, is added to the outputs.
@@ -211,9 +211,11 @@ def _tile(num_rows: int) -> Any:
 
 
 def _emit_outputs(builder: Any, arrays: Sequence[Any], rows: Sequence[Any], start: Any, sums: Sequence[Any]) -> None:
-    """Emit the scaling of the sums [rows x 2] of the block that begins at output `start`, and the writes to `out`.
+    """Emit the code that turns a tile's integer sums into float32 outputs and writes these to `out`.
 
-    `arrays` are those of the tile's arguments.
+    `sums` has two vectors for each row: the sums of the first and the last 16 outputs of the block that begins at
+    output `start`. `arrays` has an entry for each argument of the tile (see `_tile`): the array, or None if it is no
+    array.
     """
     scales, weight_scales, zeros, bias, base, out = arrays[4:]
     floats = ir.VectorType(ir.FloatType(), 16)
@@ -236,7 +238,10 @@ def _emit_outputs(builder: Any, arrays: Sequence[Any], rows: Sequence[Any], star
 
 
 def _emit_loop(builder: Any, weights: Any, rows: Sequence[Any], width: Any, uses_bytes: bool) -> list[Any]:
-    """Emit the loop over all inputs; return two vectors for each row, the sums of the block's 32 outputs."""
+    """Emit the loop that multiplies and sums over all inputs; return two vectors of 16 sums for each row.
+
+    They are the sums of the first and the last 16 outputs of the block.
+    """
     num_sums = len(rows) * (2 if uses_bytes else 4)
     before, loop, end = builder.block, builder.append_basic_block("loop"), builder.append_basic_block("end")
     builder.branch(loop)
@@ -268,7 +273,7 @@ _tile_1, _tile_2, _tile_4, _tile_8 = _tile(1), _tile(2), _tile(4), _tile(8)
 
 @njit(**_FAST)  # type: ignore[untyped-decorator]
 def _quantize(rows: Array, max_code: int, codes: Array, scales: Array) -> None:
-    """Write each row's integers and its scale; unsigned integers have their zero at 128."""
+    """Quantize each row: write its integers to `codes`, and its scale; in unsigned bytes, 128 stands for zero."""
     # The conversion truncates, so values are made positive first, and 0.5 makes it round.
     shift = _ZERO_POINT if codes.itemsize == 1 else _MAX_SHORT
     offset = 0 if codes.itemsize == 1 else _MAX_SHORT
@@ -287,7 +292,7 @@ def _quantize(rows: Array, max_code: int, codes: Array, scales: Array) -> None:
 def _normalize_and_quantize(
     rows: Array, weight: Array, epsilon: float, max_code: int, codes: Array, scales: Array
 ) -> None:
-    """Write the integers of each row after an RMS norm; the norm's factor only changes the row's scale."""
+    """Quantize each row after an RMS norm; the norm's own factor changes only the row's scale."""
     num_inputs = rows.shape[1]
     weighted = np.empty((1, num_inputs), np.float32)
     for row in range(rows.shape[0]):

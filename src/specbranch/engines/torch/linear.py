@@ -176,10 +176,11 @@ PACKED: dict[str, type[QuantizedLinear]] = {"int8": Int8Linear, "w8a16": WeightO
 
 @cache
 def max_kernel_rows() -> int:
-    """Return the most rows for which our own int8 product is faster than oneDNN's, by timing both on this CPU.
+    """Time our own int8 product and oneDNN's on this CPU; return the most rows for which to use our own.
 
-    0 if it is slower for a draft step of one and of eight rows, or if Numba is missing. If oneDNN is much faster for
-    many rows, as with AMX, it serves these, at the cost of a second copy of the weights.
+    Return 0 if ours takes longer for two draft steps, of one and of eight rows, or if Numba is missing. Return 16 if
+    oneDNN's is over 1.5 times as fast for 64 rows, as with AMX: it then serves larger steps, at the cost of a second
+    copy of the weights. Otherwise there is no limit.
     """
     if Int8Product is None:
         return 0
@@ -214,9 +215,9 @@ def max_kernel_rows() -> int:
 
 @cache
 def sums_overflow() -> bool:
-    """Return whether this CPU's int8 product gives wrong results for large values, because its sums overflow.
+    """Compute one int8 product, and return whether it is wrong on this CPU because sums of large values overflow.
 
-    This computes one product to find out, because oneDNN does not say.
+    oneDNN does not say whether they do.
     """
     width, most = 64, 255
     weight = torch.full((width, width), int(_MAX_INT8), dtype=torch.int8)

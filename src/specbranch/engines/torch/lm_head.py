@@ -52,7 +52,10 @@ class LowRankOutputLayer(nn.Module):
         return self._low_rank is not None
 
     def observe(self, hidden: torch.Tensor) -> None:
-        """Collect hidden states [tokens, hidden], and fit the projection to `LEARNED` of them; then do nothing more."""
+        """Collect hidden states [tokens, hidden], and fit the projection once there are `LEARNED` of them.
+
+        After that, calls do nothing.
+        """
         if self._low_rank is not None:
             return
         self._seen.append(hidden.clone())
@@ -136,6 +139,6 @@ def _thresholds(logits: torch.Tensor) -> torch.Tensor:
 def is_worth_narrowing(linear: nn.Linear) -> bool:
     """Return whether `LowRankOutputLayer` can replace an output layer and saves time.
 
-    That needs a layer without bias, and a vocabulary of at least 32768 tokens.
+    It does for a layer without bias and with a vocabulary of at least 32768 tokens.
     """
     return linear.bias is None and linear.out_features >= _MIN_VOCAB

@@ -1,6 +1,7 @@
 """Load a model for the torch engine and choose the fastest dtype by timing its own layers.
 
-The dtype that is fastest on one CPU can be a hundred times too slow on another, for which the library has no kernel.
+The dtype that is fastest on one CPU can be a hundred times slower on another, if the library has no kernel for it
+there.
 """
 
 from __future__ import annotations
@@ -86,7 +87,8 @@ def load(options: EngineOptions) -> LoadedModel:
 def weight_bytes(model: Any) -> int:
     """Return the bytes of the weights that a step of one row reads.
 
-    Of an input embedding it reads one row, unless the output layer has the same weights.
+    The input embedding counts only if the output layer has the same weights: of the embedding itself a step reads one
+    row.
     """
     embedding, output = model.get_input_embeddings().weight, model.get_output_embeddings()
     is_read = getattr(output, "weight", None) is embedding
@@ -97,7 +99,10 @@ def weight_bytes(model: Any) -> int:
 
 
 def _converted(model: Any, options: EngineOptions) -> tuple[Any, str]:
-    """Return the model with our layers and its weights in the dtype of the options, and that dtype."""
+    """Replace a model's layers by ours, and convert its weights to the options' dtype; return model and dtype.
+
+    For `auto` on a CPU, choose the fastest dtype by timing; elsewhere, keep the model's own.
+    """
     dtype = options.dtype
     if dtype == "auto" and options.device == "cpu":
         options.on_progress("timing data types")
@@ -186,7 +191,7 @@ class DtypeChoice:
 
 
 def fastest_dtype(model: Any) -> DtypeChoice:
-    """Time a model's matrix products in each dtype on this CPU, and choose the fastest.
+    """Time a model's matrix products in each dtype on this CPU; return the fastest dtype, with all times.
 
     Only a sample of the layers is timed, and the times are scaled up. The fastest is the one with the smallest sum of
     times over the numbers of rows in `ROWS`.
@@ -204,7 +209,7 @@ def fastest_dtype(model: Any) -> DtypeChoice:
 
 
 def _is_too_slow(dtype: str, sample: list[nn.Linear]) -> bool:
-    """Return whether a dtype is over ten times slower than float32 on this CPU, judged by the sample's smallest layer.
+    """Time a dtype on the sample's smallest layer; return whether it is over ten times slower than float32.
 
     A dtype that needs less than a second for the whole sample is never too slow.
     """
@@ -240,7 +245,7 @@ def _product(dtype: str, linear: nn.Linear) -> Product:
 
 
 def _seconds(products: list[Product], linears: list[nn.Linear], rows: int) -> float:
-    """Return the shortest time in seconds of several passes over all layers, with `rows` rows of input each.
+    """Time several passes over all layers with `rows` rows of input; return the shortest time in seconds.
 
     Noise only makes passes longer.
     """
@@ -252,7 +257,7 @@ def _seconds(products: list[Product], linears: list[nn.Linear], rows: int) -> fl
 
 
 def _once(products: list[Product], linears: list[nn.Linear], rows: int) -> float:
-    """Return the time in seconds of one pass over all layers, with `rows` rows of input."""
+    """Time one pass over all layers with `rows` rows of input, and return the seconds."""
     inputs = [torch.ones(rows, one.in_features) for one in linears]
     with torch.inference_mode():
         start_s = time.perf_counter()

@@ -247,7 +247,7 @@ def _attend_layer(
 
 
 def _no_mask(*_: Any, **__: Any) -> None:
-    """Return no mask to Transformers: the step's attention knows which tokens each token sees."""
+    """Return no mask to Transformers: the attention of the step knows which tokens each token sees."""
 
 
 AttentionInterface.register(NAME, _attend_layer)

@@ -97,7 +97,7 @@ def model_name(vllm_config: Any) -> str:
 class StepInfo:
     """The new requests, ended requests and pads of a step that vLLM has scheduled but not run yet.
 
-    `prompts`: those that the step begins to prefill and that get drafts. `num_pads`: how many of the step's draft
+    `prompts`: the prompts that get drafts and whose prefill the step begins. `num_pads`: how many of the step's draft
     tokens are pads, placeholders with the id -1. `limits`: the maximum of draft tokens of each new request that names
     one, by the request's id. `ended`: the ids of the requests that have ended. `num_tokens`: all tokens of the step.
     `has_prefill`: some of these are of a prompt.

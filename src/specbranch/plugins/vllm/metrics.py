@@ -95,7 +95,7 @@ class Collector:
         return []
 
     def collect(self) -> list[Any]:
-        """Return all metrics with their present values; [] if no proposer runs, or if they cannot be collected."""
+        """Ask the draft services for their counters, and return all metrics; [] without a proposer, or on failure."""
         with self._lock:
             try:
                 stats_files = list(read_stats_files(self._run))

@@ -1,8 +1,8 @@
 """The proposer for vLLM's Model Runner V1 and its `custom_class` hook.
 
-Where it pays, drafts are filled up to equal length with pads: placeholders (-1) that vLLM never accepts. vLLM calls
-`propose` after every step, in the worker, and verifies the returned drafts in the next step. The hook passes rows
-without their requests, so the patched runner passes itself to the proposer before each step.
+Where the settings and the batch allow it, drafts are filled up to equal length with pads: placeholders (-1) that vLLM
+never accepts. vLLM calls `propose` after every step, in the worker, and verifies the returned drafts in the next step.
+The hook passes rows without their requests, so the patched runner passes itself to the proposer before each step.
 """
 
 from __future__ import annotations
@@ -79,11 +79,11 @@ class SpecBranchProposer:
         token_ids_cpu: _Array,
         slot_mappings: Any = None,
     ) -> list[list[int]]:
-        """Return a draft for every row of the batch; vLLM, which calls this, verifies all of them by exact match.
+        """Get a draft for every row of the batch, and return the tokens; vLLM verifies all of them by exact match.
 
-        `sampled_token_ids` has each row's new tokens, `token_ids_cpu` [rows, max length] all its tokens, and
-        `num_tokens_no_spec` [rows] the number of all its tokens. If the settings and the batch allow pads, fill up all
-        rows to equal length with them, also if no row has a draft.
+        vLLM calls this after every step. `sampled_token_ids` has each row's new tokens, `token_ids_cpu` [rows, max
+        length] all its tokens, and `num_tokens_no_spec` [rows] the number of all its tokens. If the settings and the
+        batch allow pads, fill up all rows to equal length with them, also if no row has a draft.
         """
         rows = compat.v1_rows(self._runner, sampled_token_ids, num_tokens_no_spec, token_ids_cpu)
         drafts = [draft.tokens for draft in self.core.propose(rows)]

@@ -138,10 +138,10 @@ class Speculator:
         num_speculative_tokens: int | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Return draft tokens [rows, draft positions], the same on all ranks. Never raise on one rank alone.
+        """Get drafts for a batch; return their tokens [rows, draft positions], the same on all ranks.
 
-        The arguments are vLLM's: `num_speculative_tokens` is how many positions it will verify at this load, None for
-        all.
+        Never raise on one rank alone. The arguments are vLLM's: `num_speculative_tokens` is how many positions it will
+        verify at this load, None for all.
         """
         import torch
 

@@ -55,7 +55,8 @@ class HostTokens:
 class DraftLogits:
     """The draft logits on the device, `values` [slots, draft positions, vocabulary].
 
-    The memory is allocated at once, before vLLM measures how much is left. No call waits for the device.
+    All memory is allocated at creation, before vLLM measures how much is left. No method makes the host wait for the
+    device.
     """
 
     def __init__(self, num_slots: int, num_places: int, vocab_len: int, device: Any) -> None:

@@ -4,8 +4,8 @@ No call raises into the engine, none takes longer than its deadline, and no draf
 While no replies come in time, the client still sends what was committed, but waits for nothing; the first reply that
 comes turns waiting back on. When there is no service at all, a call costs microseconds.
 
-Most drafts arrive before their verdict: the service pushes what to submit after the likeliest verdicts. Such a verdict
-is sent without waiting for a reply.
+Most drafts arrive before their verdict: the service pushes (sends in advance) what to submit after the likeliest
+verdicts. Such a verdict is sent without waiting for a reply.
 
 The client sends `Hello` together with the first message, and a service replies in order: no draft is used before the
 draft model's vocabulary was compared with the target's, and nothing waits for that comparison.
@@ -98,9 +98,9 @@ class ServiceConnection:
         return None
 
     def ping(self) -> None:
-        """Send `Hello` to a service that gets no new sequences, to learn whether it can be used again.
+        """Send `Hello` to a service that cannot be used or is draining; its reply may show that this has ended.
 
-        The reply is handled whenever it comes. A service that was disconnected counts as lagging until it has replied.
+        A later call handles the reply. A service that was disconnected counts as lagging until it has replied.
         """
         if self.is_connected:
             self.ask_again()
@@ -108,7 +108,10 @@ class ServiceConnection:
             self.lagging_s = -math.inf  # until it replies
 
     def ask_again(self) -> None:
-        """Send `Hello` to a service that cannot be used, unless that was done within the last second."""
+        """Send `Hello`, at most once a second, to a service that drains, lags or has another vocabulary.
+
+        The reply shows whether the service still does.
+        """
         now_s = self._clock()
         if now_s - self._asked_s >= _ASK_S:
             self._asked_s = now_s
@@ -145,7 +148,7 @@ class ServiceConnection:
     def drain_replies(self, end_s: float) -> None:
         """Handle all replies that have come since the last call, until time `end_s` at the latest.
 
-        A late reply shows that the service is alive, so later requests wait for replies again.
+        A reply shows that the service is alive, even if it comes late, so later requests wait for replies again.
         """
         pushes = []
         for reply in self.channel.receive(end_s):
@@ -219,8 +222,8 @@ class ServiceConnection:
 class PreparedRow(NamedTuple):
     """One row of a step that is ready to be sent.
 
-    `place` is its index in the call of `propose`, `wire` is `update` as it is sent, and `draft` is the draft that was
-    pushed for this verdict, None if no draft was pushed.
+    `place` is its index in the call of `propose`, `wire` is `update` as it is sent, and `draft` is the draft that the
+    service sent in advance (pushed) for this verdict, None if it sent none.
     """
 
     place: int
@@ -286,7 +289,7 @@ class DraftClient(DraftSource):
     def prepare_step(
         self, rows: Sequence[SequenceUpdate], indices: Sequence[int], deltas: Sequence[SequenceDelta]
     ) -> list[PreparedRow]:
-        """Prepare the rows with these indices to be sent, and return them with the drafts pushed for their verdicts.
+        """Prepare the rows with these indices to be sent; return them, each with the draft pushed for its verdict.
 
         `deltas` says how each row's sequence has grown; its session moves to the new sequence id.
         """

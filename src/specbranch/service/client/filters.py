@@ -1,4 +1,4 @@
-"""Prepare drafts for the target: check the draft model's vocabulary, cut drafts, and sample sampled tokens again."""
+"""Make drafts safe for the target: compare vocabularies, cut drafts, and repeat the sampling of their tokens."""
 
 from __future__ import annotations
 
@@ -83,11 +83,12 @@ class DraftFilter:
     def apply(
         self, row: SequenceUpdate, proposed: Sequence[int], packed: bytes, sampling: WireSampling | None
     ) -> Draft:
-        """Return the proposed tokens as a draft that the target can verify, with its sampled tokens sampled again.
+        """Cut the tokens that a service proposed, sample again those that it sampled, and return them as a draft.
 
-        The draft is cut at the row's maximum and before a token that the target lacks. `packed` holds the distributions
-        that the service has sampled from, b"" if there are none. `sampling` is how the row samples, None if its draft
-        tokens may not be sampled; `packed` is then ignored.
+        Only the second sample surely comes from the distribution that was sent, as rejection sampling requires. The
+        draft ends at the row's `max_draft_tokens`, before a token that the target lacks, and after a token that the
+        second sample has changed. `packed` holds the distributions that the service has sampled from, b"" if there are
+        none. `sampling` is how the row samples, None if its draft tokens may not be sampled; `packed` is then ignored.
         """
         tokens: Sequence[int] = proposed[: row.max_draft_tokens]
         sampled_from: DrawnFrom = ()
@@ -108,7 +109,10 @@ class DraftFilter:
         return Draft(list(tokens), sampled_from[: len(tokens)])
 
     def _known_tokens(self, tokens: Sequence[int], vocab_len: int) -> Sequence[int]:
-        """Return a draft's tokens before the first one that the target lacks; count such drafts, and log the first."""
+        """Return a draft's tokens before the first one that the target lacks, and count the draft.
+
+        Log the first draft that has such a token.
+        """
         position = next(position for position, token in enumerate(tokens) if token >= vocab_len)
         if not self._counts.unknown_token:
             log.warning(

@@ -1,10 +1,10 @@
 """Switch drafts on and off by measured tokens per second, from step times that can be compared.
 
 For every load (rows in the engine's step, in powers of two) the gate measures tokens per second without drafts, then
-with drafts, and keeps the faster way. It measures the other way again now and then: ever more rarely while that keeps
-losing, and more rarely the more time a measurement with drafts costs, so drafts that do not pay cost next to nothing.
-While no draft service can be reached, such a measurement costs nothing and is repeated as often as at first. Where
-drafts pay again after a long time, the other loads soon measure them too.
+with drafts, and keeps the faster way. It measures the other way again now and then: ever more rarely while the other
+way stays slower, and more rarely the more time a measurement with drafts costs, so drafts that are slower cost next to
+nothing. While no draft service can be reached, such a measurement costs nothing and is repeated as often as at first.
+Where drafts become the faster way after a long time, the other loads soon measure them too.
 
 Both ways are measured on one engine: an engine with speculative decoding switched on may be slower than one without,
 even in steps without drafts, and the gate does not see that.
@@ -82,7 +82,7 @@ class Decision:
 
 
 class Gate:
-    """Decides before each engine step whether drafts pay off (`is_open`), from steps reported to `observe`.
+    """Decides before each engine step whether drafts are faster than none (`is_open`), from steps given to `observe`.
 
     It reads no clock: the caller passes the time of each step.
     """
@@ -107,7 +107,10 @@ class Gate:
             load.awaiting = _Rate()
 
     def is_open(self, num_rows: int) -> bool:
-        """Return whether the next step, with this many rows, should have drafts."""
+        """Decide whether the next step, which has `num_rows` rows, should have drafts, and return the decision.
+
+        After a change of the decision, the first 4 steps are not measured.
+        """
         is_open = self._load(num_rows).is_open
         if is_open != self._was_open:
             self._was_open = is_open
@@ -118,8 +121,9 @@ class Gate:
         """Add one finished step to the measurements, and switch drafts on or off if enough steps were measured.
 
         Call this only for a step in which no row was in prefill, and before `is_open` is called for the next step. The
-        step counts as one with drafts if `is_open` last returned True. It is not measured if that answer has changed
-        lately, if the first drafts are still awaited, or if drafts are switched otherwise for its number of rows.
+        step counts as one with drafts if `is_open` last returned True. It is not measured if it is among the first 4
+        after a change of that answer or after `interrupt`, if the first drafts are still awaited, or if the decision
+        for its own number of rows is another one.
 
         The step had `num_rows` rows and took `step_s` seconds. `num_tokens` is the number of new tokens of all rows
         together, and `has_drafts` is whether the step verified draft tokens.
@@ -199,7 +203,7 @@ class Gate:
     def _retry_soon(self) -> None:
         """Let every load measure drafts again after at most 256 steps.
 
-        Called when drafts pay at a load where they long did not pay.
+        Called when drafts have become faster at a load where they long were slower.
         """
         for load in self._loads.values():
             load.closed_steps = min(load.closed_steps, _CLOSED_STEPS)

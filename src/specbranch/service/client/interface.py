@@ -40,10 +40,10 @@ class DraftSettings:
     """Where the draft service is, how long a step may wait for it, and how it drafts for this target.
 
     `address` may be a list of services with the same draft and the same keys, which share the load. With None there is
-    no service: drafts come from the text alone.
-    `keys` is a directory with `client.key_secret` and `service.key`, needed for TCP. Targets with the same `namespace`
-    share drafts for equal sequences. `is_gated`: do not draft at loads where drafts were measured not to pay.
-    `predictor`: a built-in predictor's name, or a trained one's directory, as a path or relative to $SPECBRANCH_MODELS.
+    no service: drafts come from the text alone. `keys` is a directory with `client.key_secret` and `service.key`,
+    needed for TCP. Targets with the same `namespace` share drafts for equal sequences. `is_gated`: do not draft at
+    loads where drafts were measured not to make decoding faster. `predictor`: a built-in predictor's name, or a trained
+    one's directory, as a path or relative to $SPECBRANCH_MODELS.
     """
 
     address: str | list[str] | None = field(default_factory=default_address)
@@ -121,7 +121,7 @@ def _log_text_fault() -> None:
 def _check_window(directory: Path, gamma: int) -> None:
     """Raise if the predictor in `directory` was trained for windows of another length than `gamma`.
 
-    Its prediction "all" would not mean that all `gamma` draft tokens are accepted.
+    The prediction "all" would then not mean that all `gamma` draft tokens are accepted.
     """
     window = read_hrad_card(directory).window
     if window != gamma:
@@ -143,12 +143,12 @@ class SequenceUpdate:
     """One sequence after an engine step: all its tokens, how many are new, and how many draft tokens were verified.
 
     An engine that does not know `num_submitted` may leave it out: then it is the length of the client's last draft.
-    `hint` is what the target predicts for the next tokens. `name` is the engine's own name for the sequence: while the
-    sequence under a name only grows, a call handles only the tokens since the last one. `sampling` says how the engine
-    samples: draft tokens may then be sampled too, and the engine verifies them by rejection sampling with
-    `Draft.sampled_from`. This needs a `name`; without a seed the sequence gets a random seed. `max_draft_tokens` is the
-    longest draft that the engine wants. `has_recurring_noise`: the random numbers that sampled the tokens may come
-    again, so the tokens must not help to draft another sequence.
+    `hint` predicts how many of the next draft tokens the target accepts. `name` is the engine's own name for the
+    sequence: while the sequence under a name only grows, a call handles only the tokens since the last one. `sampling`
+    says how the engine samples: draft tokens may then be sampled too, and the engine verifies them by rejection
+    sampling with `Draft.sampled_from`. This needs a `name`; without a seed the sequence gets a random seed.
+    `max_draft_tokens` is the longest draft that the engine wants. `has_recurring_noise`: the engine may draw the same
+    random numbers again, for example from a seed, so the tokens must not help to draft another sequence.
     """
 
     tokens: Tokens
@@ -166,10 +166,10 @@ class ClientOptions:
     """Where the service is, how long to wait for it, and which planner it uses for this target.
 
     `address` may be a list, of services with the same draft and the same keys (`pool.draft_client`). Clients with the
-    same `namespace` share drafts for equal sequences; without it the client makes a random one. `step_share` bounds
-    the wait for a reply to this part of the target's step time, as known from `propose`, and never above `deadline_s`;
-    it is None for planners that let the target wait on purpose. `vocab_len` is how many tokens the target has. An
-    engine fails at a larger token id, so drafts are cut before it; without a number the caller has to do that.
+    same `namespace` share drafts for equal sequences; without it the client makes a random one. `step_share` bounds the
+    wait for a reply to this part of the target's step time, as known from `propose`, and never above `deadline_s`; it
+    is None for planners that let the target wait on purpose. `vocab_len` is how many tokens the target has. An engine
+    fails at a larger token id, so drafts are cut before it; without `vocab_len` the caller has to cut them.
     `vocab_fingerprint` is that of the target's tokens (`vocabulary.read_fingerprint`). A draft model with another
     vocabulary is not used; where a side has no fingerprint, sizes are compared.
     """
@@ -255,7 +255,7 @@ class DraftSource(ABC):
 
     @abstractmethod
     def _propose(self, rows: Sequence[SequenceUpdate], end_s: float, step_us: int) -> list[Draft] | None:
-        """Send the rows and return a draft for each one by `end_s`; None if there are no drafts at all.
+        """Send the rows and return a draft for each one by `end_s`; None if no row was sent.
 
         `step_us` is the time of the target's last step in microseconds, 0 if unknown.
         """
@@ -265,7 +265,7 @@ class DraftSource(ABC):
         """Send the service prompts that the target begins to prefill, as many as possible until `end_s`."""
 
     def propose(self, rows: Sequence[SequenceUpdate], step_s: float | None = None) -> list[Draft]:
-        """Send the verdicts of a step and return a draft for every row, empty where it is not in time. Never raise.
+        """Send the verdicts of a step and return a draft for every row, empty for one that is late. Never raise.
 
         `step_s` is the time since the last call, if the engine has run one step since then, which decoded these rows
         and nothing else.
@@ -289,9 +289,9 @@ class DraftSource(ABC):
         return [Draft([]) for _ in rows] if found is None else found
 
     def pause(self, duration_ms: int) -> None:  # noqa: B027  # a source without a service of its own has none to pause
-        """Ask the service to run no draft steps for so long, while the target uses its cores; 0 ends that. Never raise.
+        """Ask the service to run no draft steps for `duration_ms`, while the target uses its cores. Never raise.
 
-        A pool does nothing: its services share no cores with a target.
+        0 ends the pause. A pool does nothing: its services share no cores with a target.
         """
 
     def announce_prompts(self, prompts: Sequence[Tokens]) -> None:

@@ -252,7 +252,7 @@ class RendezvousRouter:
     def assign(self, tokens: Tokens, usable: Collection[int]) -> int | None:
         """Return the number of the service for a new sequence that begins with `tokens`; None if `usable` is empty.
 
-        That is the first of the `usable` services, in the rendezvous order of the sequence, whose load is below its
+        Take the first of the `usable` services, in the rendezvous order of the sequence, whose load is below its
         maximum: 1.25 times the mean, or 4 if that is more.
         """
         if not usable:

@@ -91,7 +91,7 @@ class SyncedSequences:
 
 @dataclass(slots=True)
 class SessionState:
-    """A client's record of one session of a service: the drafts returned and pushed for it, and when it was opened."""
+    """A client's record of a session of a service: when it was opened, its last step, and drafts sent in advance."""
 
     step: int = 0  # the last step of the client that the sequence was in
     num_proposed: int = 0  # draft tokens that the client returned in that step
@@ -102,7 +102,7 @@ class SessionState:
 class AdvancedSession(NamedTuple):
     """A session after a verdict: its state, and how many draft tokens the client returned for it in the step before.
 
-    `pushed` is the draft that the service has pushed for this verdict; None if it has pushed none.
+    `pushed` is the draft that the service has sent in advance (pushed) for this verdict; None if it has sent none.
     """
 
     session: SessionState
@@ -118,7 +118,7 @@ class SessionTable:
         self._step = 0
 
     def store(self, pushes: Iterable[PrefetchPush]) -> None:
-        """Keep the drafts that the service has pushed, in place of earlier ones for the same sequences."""
+        """Keep the drafts that the service has sent in advance, in place of earlier ones for the same sequences."""
         for push in pushes:
             for row in push.rows:
                 session = self._sessions.setdefault(row.before, SessionState())

@@ -163,7 +163,7 @@ class MessageChannel:
     def send(self, message: Request) -> bool:
         """Send a message without waiting; return False if that is impossible, as when no service is connected.
 
-        If so, connect anew, unless the connection was last made less than five seconds ago.
+        After such a failure, connect anew, unless the connection was last made less than five seconds ago.
         """
         if self._transport.send(encode(message)):
             return True
@@ -217,9 +217,9 @@ class MessageChannel:
         self._transport.close()
 
     def _fill(self) -> bool:
-        """Take messages from the transport if none is left to decode; return whether there may be more.
+        """Take up to 16 messages from the transport if none is left to decode; return whether more may be waiting.
 
-        If the service sends faster than messages are decoded, drop what it has sent and connect anew.
+        After more than 256 messages without a gap, drop those not decoded and connect anew: the service sends too fast.
         """
         if self._backlog:
             return True

@@ -1,7 +1,8 @@
 """Per-client queues of messages, served by decayed usage.
 
-The client that has used the least of the thread's time goes first, with one message; used time counts half after each
-second. So a client with many messages, or with expensive ones, delays no other client for longer than one message.
+A client's usage is the thread's time that its messages took, with a half-life of one second. The client with the lowest
+usage goes first, with one message. So a client with many messages, or with expensive ones, delays no other client for
+longer than one message.
 """
 
 from __future__ import annotations
@@ -104,7 +105,7 @@ class FairQueue:
 
 
 class DecayedUsage:
-    """Exponentially decayed usage per key; drops the key that has used nothing for longest.
+    """Exponentially decayed usage per key; beyond 1024 keys, the key whose usage grew least recently is dropped.
 
     An unknown key counts as having used `newcomer`, so that keys known to use less go before unknown ones.
     """
@@ -115,12 +116,12 @@ class DecayedUsage:
         self._used: OrderedDict[bytes, tuple[float, float]] = OrderedDict()  # amount, and the time at which it was that
 
     def get(self, key: bytes, now_s: float) -> float:
-        """Return the usage of a key at time `now_s`."""
+        """Return the usage of a key, decayed to time `now_s`; `newcomer` for an unknown key."""
         amount, at_s = self._used.get(key, (self._newcomer, now_s))
         return float(amount * 0.5 ** ((now_s - at_s) / self._half_life_s))
 
     def add(self, key: bytes, amount: float, now_s: float) -> None:
-        """Add `amount` to the usage of a key."""
+        """Decay the usage of a key to time `now_s`, add `amount`; beyond 1024 keys, drop the least recent one."""
         self._used[key] = (self.get(key, now_s) + amount, now_s)
         self._used.move_to_end(key)
         if len(self._used) > _MAX_KEYS:

@@ -137,7 +137,7 @@ def lowest_free_fd() -> int:
 def _guarded(router: zmq.Socket[bytes], file: SocketFile) -> Iterator[None]:
     """During the block, hide the socket's file from new clients while few file descriptors are left.
 
-    ZeroMQ aborts the process when they run out.
+    ZeroMQ aborts the process when no descriptor is left.
     """
     events: zmq.Socket[bytes] = router.get_monitor_socket(zmq.EVENT_ACCEPTED)
     is_over = threading.Event()

@@ -38,7 +38,7 @@ _MAX_BYTES = 1 << 30
 
 @dataclass(frozen=True, slots=True)
 class PreVerdictState:
-    """The part of a session that a trace needs from before a verdict."""
+    """What a trace needs to know of a session before a verdict changes it."""
 
     prompt: list[int]  # only at the first verdict
     distributions: list[Distribution | None]
@@ -110,7 +110,7 @@ class EventSink:
             self._timeline.answer((client, step.namespace), since_s, at_s, num_held)
 
     def drafted(self, feeds: Sequence[tuple[DraftSession, EngineRow]], start_s: float, end_s: float) -> None:
-        """Record a draft step in the timeline, before its distributions are put into the trees.
+        """Record a draft step in the timeline; call this before the step's distributions are put into the trees.
 
         `feeds` are the rows of the step, each with its session. The step counts as prefill if it has a row that only
         prefills, or one of a session that has run no row before.

@@ -148,7 +148,7 @@ class Server:
             log.info("stopped")
 
     def turn(self, router: Router) -> None:
-        """Run one iteration of the lookup thread: receive and serve messages, send due replies, push drafts last."""
+        """Run one iteration of the lookup thread: serve messages, send due replies, then drafts in advance."""
         is_woken = self._is_woken
         if is_woken:
             self._is_woken = False  # first, so that a draft step which ends now wakes this thread again

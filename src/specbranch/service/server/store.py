@@ -319,10 +319,7 @@ class FaultGuard:
 
     @contextlib.contextmanager
     def guard(self, session: DraftSession) -> Iterator[None]:
-        """Return a context manager for work on a session.
-
-        If its block raises an `Exception`, it records the exception, drops the session, and suppresses the exception.
-        """
+        """Suppress an `Exception` that the block raises while it works on a session; record it, drop the session."""
         try:
             yield
         except Exception as error:

@@ -33,7 +33,7 @@ class _Tenant:
 
 @dataclass(slots=True, eq=False)
 class ClientActivity:
-    """What one client has sent and received: its steps, its namespaces, and the pushes since its last step."""
+    """What one client has sent and received: steps, namespaces, and `PrefetchPush` messages since its last step."""
 
     client: bytes = b""
     steps: int = 0

@@ -55,8 +55,8 @@ class VerdictTree:
 class RowVerdict:
     """The verdict on one row of a step: how many tokens were submitted, and how many committed.
 
-    `is_known`: the service has a session for the sequence. `is_hit`: the draft had run the last token of the verdict;
-    None if the sequence is unknown or gets no drafts.
+    `is_known`: the service has a session for the sequence. `is_hit`: before the verdict came, the draft had computed
+    its distribution after the last committed token; None if the sequence is unknown or gets no drafts.
     """
 
     submitted: int
@@ -67,7 +67,11 @@ class RowVerdict:
 
     @property
     def accepted(self) -> int:
-        """The number of submitted tokens that were accepted; the last committed token is the target's own."""
+        """How many submitted tokens were accepted: the committed tokens without the last, which is the target's own.
+
+        A target may also have committed tokens of its own in steps without drafts, so the number is at most
+        `submitted`.
+        """
         return min(self.submitted, self.committed - 1)
 
 

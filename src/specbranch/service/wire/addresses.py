@@ -140,7 +140,7 @@ def is_trusted_socket(path: Path) -> bool:
 
 
 def load_key(path: Path) -> tuple[bytes, bytes]:
-    """Return the public and the secret key in a file; raise `AddressError` if it does not hold both."""
+    """Read a key file, and return its public and its secret key; raise `AddressError` if it does not hold both."""
     try:
         public, secret = zmq.auth.load_certificate(path)
     except (OSError, ValueError) as error:

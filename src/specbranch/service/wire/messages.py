@@ -81,7 +81,7 @@ class Welcome(Struct, tag="welcome", array_like=True, frozen=True, forbid_unknow
 
 
 class WireHint(Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
-    """The target's prediction for the next window of draft tokens (`core.round.Signal`)."""
+    """A prediction of how many draft tokens of the next window the target accepts, as a `core.round.Signal`."""
 
     signal: Annotated[int, Meta(ge=0, le=2)]
 
@@ -98,10 +98,11 @@ class WireSampling(Struct, array_like=True, frozen=True, forbid_unknown_fields=T
 class StepRow(Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
     """The verdict on one sequence in an engine step: its digests before and after, and the tokens just committed.
 
-    `prefetched`: the pushed draft for this verdict, which the target verifies already; None asks for a draft.
-    `sampling`: draft tokens may be sampled, and the target verifies them by rejection sampling. `max_draft_tokens`: the
-    maximum length of a draft. `has_recurring_noise`: the random numbers that sampled the new tokens may come again, so
-    no other sequence may learn from these tokens (`Session.seclude`).
+    `prefetched`: the draft that the service sent in advance for this verdict, and that the target is already verifying;
+    None asks for a draft. `sampling`: how the target samples, so that draft tokens may be sampled and verified by
+    rejection sampling; None if they must not be. `max_draft_tokens`: the maximum length of a draft.
+    `has_recurring_noise`: the target may draw the same random numbers again, for example from a seed, so the tokens
+    must not help to draft another sequence (`Session.seclude`).
     """
 
     before: SequenceId
@@ -210,7 +211,7 @@ class Draining(Struct, tag="draining", array_like=True, frozen=True, forbid_unkn
 class Pause(Struct, tag="pause", array_like=True, frozen=True, forbid_unknown_fields=True):
     """A request to run no draft steps for `ms` milliseconds, while the target uses the draft's cores. No reply.
 
-    0 ends the pause. Only a service that was started for cores that it shares with its target accepts it.
+    0 ends the pause. A service refuses the request unless it was started to share its cores with the target.
     """
 
     ms: Annotated[int, Meta(ge=0, le=MAX_PAUSE_MS)]

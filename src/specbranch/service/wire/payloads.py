@@ -39,7 +39,7 @@ class Digest:
 
     @property
     def name(self) -> bytes:
-        """Sixteen bytes that name the sequence."""
+        """The hash of all tokens so far, sixteen bytes; it changes when tokens are added."""
         return self._hash.digest()
 
 
