@@ -4,11 +4,17 @@ A draft step has few rows, so its time is that of reading the weights. Weights l
 reads them, and are fetched ahead of their use. For 32 outputs at a time, four inputs of each output follow each other;
 then come the next four. Numba emits one tile of the product from LLVM's own instructions: a CPU with AVX-512 VNNI
 multiplies bytes (`vpdpbusd`), any other one 16-bit activations with bytes, which LLVM turns into the best instruction.
+Several threads are those of torch (`ThreadTeam`).
 """
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+import re
 from collections.abc import Callable, Sequence
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,7 +24,7 @@ from specbranch.extensions import optional_import
 
 with optional_import("torch"):
     from llvmlite import binding, ir
-    from numba import config, get_num_threads, njit, prange, set_num_threads, types
+    from numba import carray, cfunc, njit, types
     from numba.extending import intrinsic
 
 Array = NDArray[Any]
@@ -28,9 +34,24 @@ _QUAD = 4  # inputs
 _AHEAD = 4096  # bytes between the weights in use and those that are fetched
 _ZERO_POINT = 128  # the unsigned byte that stands for zero
 _MAX_BYTE, _MAX_SHORT, _MAX_SUM = 127, 32767, (1 << 31) - 1
-_FAST = {"nogil": True, "cache": True, "fastmath": True, "boundscheck": False, "error_model": "numpy"}
+_FAST = {"fastmath": True, "boundscheck": False, "error_model": "numpy"}
+_NUM_NUMBERS = 13  # of a task for several threads: a counter, eight addresses, four sizes
+_NUM_SHARES = 8  # of the blocks for each thread, so that a thread that is held up leaves its shares to the others
 _I8, _I16, _I32, _I64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
 _LANES = ir.VectorType(_I32, 16)
+_OPENMP = re.compile(r"lib(gomp|iomp5|omp)\b.*\.so")
+
+
+def _cached(decorate: Callable[..., Any], *signature: Any, **options: Any) -> Callable[[Any], Any]:
+    """Return Numba's decorator with a cache on disk, or without one if no directory for it can be written."""
+
+    def compiled(function: Any) -> Any:
+        try:
+            return decorate(*signature, cache=True, **options, **_FAST)(function)
+        except RuntimeError:
+            return decorate(*signature, **options, **_FAST)(function)
+
+    return compiled
 
 
 def has_byte_product() -> bool:
@@ -104,11 +125,12 @@ class Int8Product:
         out = np.empty((len(codes), len(self._scales)), dtype=np.float32)
         is_whole = len(self._scales) == self._num_outputs
         base = residual if is_whole else None
-        multiply = _multiply
-        if num_threads > 1:
-            set_num_threads(min(num_threads, config.NUMBA_NUM_THREADS))
-            multiply = _multiply_in_parallel
-        multiply(codes, scales, self._packed, self._scales, self._zeros, self._bias, base, out)
+        arrays = (codes, scales, self._packed, self._scales, self._zeros, self._bias, base, out)
+        team = thread_team() if num_threads > 1 else None
+        if team is None:
+            _multiply(*arrays)
+        else:
+            team.multiply(arrays, num_threads)
         if is_whole:
             return out
         out = np.ascontiguousarray(out[:, : self._num_outputs])
@@ -271,7 +293,7 @@ def _emit_loop(builder: Any, weights: Any, rows: Sequence[Any], width: Any, uses
 _tile_1, _tile_2, _tile_4, _tile_8 = _tile(1), _tile(2), _tile(4), _tile(8)
 
 
-@njit(**_FAST)  # type: ignore[untyped-decorator]
+@_cached(njit, nogil=True)
 def _quantize(rows: Array, max_code: int, codes: Array, scales: Array) -> None:
     """Quantize each row: write its integers to `codes`, and its scale; in unsigned bytes, 128 stands for zero."""
     # The conversion truncates, so values are made positive first, and 0.5 makes it round.
@@ -288,7 +310,7 @@ def _quantize(rows: Array, max_code: int, codes: Array, scales: Array) -> None:
             codes[row, place] = np.int32(rows[row, place] * factor + half) - offset
 
 
-@njit(**_FAST)  # type: ignore[untyped-decorator]
+@_cached(njit, nogil=True)
 def _normalize_and_quantize(
     rows: Array, weight: Array, epsilon: float, max_code: int, codes: Array, scales: Array
 ) -> None:
@@ -305,7 +327,7 @@ def _normalize_and_quantize(
         scales[row] /= np.sqrt(square / np.float32(num_inputs) + np.float32(epsilon))
 
 
-@njit(**_FAST)  # type: ignore[untyped-decorator]
+@_cached(njit, nogil=True)
 def _multiply_blocks(
     codes: Array, scales: Array, packed: Array, weight_scales: Array, zeros: Array, bias: Array, base: Array | None,
     out: Array, first: int, last: int,
@@ -328,7 +350,7 @@ def _multiply_blocks(
             _tile_1(codes, row, packed, block, scales, weight_scales, zeros, bias, base, out)
 
 
-@njit(**_FAST)  # type: ignore[untyped-decorator]
+@_cached(njit, nogil=True)
 def _multiply(
     codes: Array, scales: Array, packed: Array, weight_scales: Array, zeros: Array, bias: Array, base: Array | None,
     out: Array,
@@ -338,13 +360,104 @@ def _multiply(
     _multiply_blocks(codes, scales, packed, weight_scales, zeros, bias, base, out, 0, last)
 
 
-@njit(parallel=True, **{**_FAST, "cache": False})  # type: ignore[untyped-decorator]  # not cacheable
-def _multiply_in_parallel(
+@intrinsic  # type: ignore[untyped-decorator]
+def _pointer(_: Any, __: Any) -> tuple[Any, Callable[..., Any]]:
+    """Return a function for Numba that turns an address into a pointer."""
+
+    def emit(context: Any, builder: Any, ___: Any, values: Any) -> Any:
+        return builder.inttoptr(values[0], context.get_value_type(types.voidptr))
+
+    return types.voidptr(types.int64), emit
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def _take(_: Any, numbers: Any, __: Any) -> tuple[Any, Callable[..., Any]]:
+    """Return a function for Numba that adds one to a number of an array, atomically, and returns the old value."""
+
+    def emit(context: Any, builder: Any, given: Any, values: Any) -> Any:
+        array = context.make_array(given.args[0])(context, builder, values[0])
+        return builder.atomic_rmw("add", builder.gep(array.data, [values[1]]), _I64(1), "monotonic")
+
+    return types.int64(numbers, types.int64), emit
+
+
+@_cached(njit)
+def _task_of(
     codes: Array, scales: Array, packed: Array, weight_scales: Array, zeros: Array, bias: Array, base: Array | None,
-    out: Array,
-) -> None:  # fmt: skip
-    """Compute all outputs of all rows, on as many threads as Numba is set to."""
-    num_parts, num_blocks = get_num_threads(), packed.shape[0]
-    for part in prange(num_parts):
-        first, last = part * num_blocks // num_parts, (part + 1) * num_blocks // num_parts
-        _multiply_blocks(codes, scales, packed, weight_scales, zeros, bias, base, out, first, last)
+    out: Array, num_shares: int,
+) -> tuple[Array, int]:  # fmt: skip
+    """Return the numbers of a task for several threads, and their address."""
+    task = np.zeros(_NUM_NUMBERS, np.int64)
+    task[1], task[2], task[3] = codes.ctypes.data, scales.ctypes.data, packed.ctypes.data
+    task[4], task[5], task[6] = weight_scales.ctypes.data, zeros.ctypes.data, bias.ctypes.data
+    task[7] = out.ctypes.data
+    if base is not None:
+        task[8] = base.ctypes.data
+    task[9], task[10], task[11] = codes.shape[0], codes.shape[1], packed.shape[0]
+    task[12] = min(packed.shape[0], num_shares)
+    return task, task.ctypes.data
+
+
+def _share_function(code_type: Any, has_base: bool) -> Any:
+    """Compile what each thread of a team runs: it takes shares of the blocks until none is left.
+
+    Its argument points to the numbers that `_task_of` returns.
+    """
+
+    def run(data: Any) -> None:
+        task = carray(data, (_NUM_NUMBERS,), np.int64)
+        num_rows, width, num_blocks, num_shares = task[9], task[10], task[11], task[12]
+        num_outputs = num_blocks * _BLOCK
+        codes = carray(_pointer(task[1]), (num_rows, width), code_type)
+        scales = carray(_pointer(task[2]), (num_rows,), np.float32)
+        packed = carray(_pointer(task[3]), (num_blocks, width // _QUAD, _BLOCK, _QUAD), np.int8)
+        weight_scales = carray(_pointer(task[4]), (num_outputs,), np.float32)
+        zeros = carray(_pointer(task[5]), (num_outputs,), np.int32)
+        bias = carray(_pointer(task[6]), (num_outputs,), np.float32)
+        out = carray(_pointer(task[7]), (num_rows, num_outputs), np.float32)
+        base = carray(_pointer(task[8]), (num_rows, num_outputs), np.float32) if has_base else None
+        share = _take(task, 0)
+        while share < num_shares:
+            first, last = share * num_blocks // num_shares, (share + 1) * num_blocks // num_shares
+            _multiply_blocks(codes, scales, packed, weight_scales, zeros, bias, base, out, first, last)
+            share = _take(task, 0)
+
+    return cfunc(types.void(types.voidptr), **_FAST)(run)
+
+
+class ThreadTeam:
+    """The threads of the OpenMP library that torch uses, which also run our product.
+
+    A second pool of threads would compete with torch's for the same cores: the threads of both spin while they wait.
+    """
+
+    def __init__(self, start: Any) -> None:
+        """`start` is the library's function `GOMP_parallel`."""
+        start.argtypes, start.restype = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint), None
+        self._start = start
+        self._functions: dict[tuple[int, bool], Any] = {}  # by the size of codes, and whether there is a base
+
+    def multiply(self, arrays: Sequence[Array | None], num_threads: int) -> None:
+        """Compute all outputs of all rows; `arrays` are the arguments of `_multiply`, in its order."""
+        codes, base = arrays[0], arrays[6]
+        assert codes is not None
+        kind = codes.itemsize, base is not None
+        if kind not in self._functions:
+            self._functions[kind] = _share_function(codes.dtype.type, base is not None)
+        task = _task_of(*arrays, _NUM_SHARES * num_threads)
+        self._start(self._functions[kind].address, task[1], num_threads, 0)
+
+
+@cache
+def thread_team() -> ThreadTeam | None:
+    """Return the threads of torch's OpenMP library; None if torch was built without one, or with one of another kind.
+
+    Call it after torch was imported.
+    """
+    maps = Path("/proc/self/maps")
+    lines = maps.read_text().splitlines() if maps.exists() else []
+    found = {path for path in (line.split()[-1] for line in lines if "/" in line) if _OPENMP.match(Path(path).name)}
+    for path in sorted(found, key=lambda one: "torch" not in one):  # torch brings its own
+        with contextlib.suppress(OSError, AttributeError):
+            return ThreadTeam(ctypes.CDLL(path).GOMP_parallel)
+    return None
