@@ -30,6 +30,7 @@ from specbranch.core.round import Round, Verdict
 from specbranch.core.tree import Tree
 
 _MIN_PROB = 0.01
+_MAX_PLAIN = 32  # rounds without a wait; then the target waits for one draft step, so that its cost stays known
 _MIN_GUESS_PROB = 0.1  # a guess that is verified in vain costs the target a little
 
 
@@ -68,6 +69,7 @@ class BudgetPlanner(Planner[BudgetSettings]):
         self._awaited: int | None = None  # the round in which the target waits for a draft, with `takes_turns`
         self._num_steps = 0  # draft steps for which the target has waited in this round
         self._last_tip: Node | None = None  # that one of them has run
+        self._num_plain = 0  # rounds since the last one with such a step
 
     @property
     def may_block_target(self) -> bool:
@@ -138,6 +140,7 @@ class BudgetPlanner(Planner[BudgetSettings]):
         cost = costs.draft.cost
         if cost is not None:
             costs.target.observe_wait(self._num_steps * cost.at(costs.target.num_rows))
+        self._num_plain = 0 if self._num_steps else self._num_plain + 1
         self._num_steps = 0
 
     def _tip(self, tree: Tree) -> Node | None:
@@ -157,7 +160,7 @@ class BudgetPlanner(Planner[BudgetSettings]):
         if tip is None:
             return False
         draft, target, prob = costs.draft.cost, costs.target, tree.path_prob(tip)
-        if draft is None:
+        if draft is None or (self._num_plain >= _MAX_PLAIN and not self._num_steps):
             return prob >= _MIN_PROB
         guesses = round.ngrams.extend(tree, tip, 1, 0.0, self._sources) if self._sources else []
         guess_prob = tree.path_prob(guesses[0]) if guesses else 0.0

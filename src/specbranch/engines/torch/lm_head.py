@@ -14,7 +14,7 @@ with optional_import("torch"):
     import torch
     from torch import nn
 
-LEARNED = 8192  # number of hidden states that the projection is fitted to
+LEARNED = 2048  # number of hidden states that the projection is fitted to; 8192 lose as many top-1 tokens
 _DIVISOR = 4  # the projection uses 1/4 of the hidden size
 _BLOCK = 64  # tokens; thresholds come from the largest logit of each block, which is cheaper than sorting
 _MAX_BLOCKS = 512  # a candidate's approximate logit is at least the largest of the 512th best block,
@@ -38,6 +38,7 @@ class LowRankOutputLayer(nn.Module):
     def __init__(self, linear: nn.Linear, kind: type[QuantizedLinear]) -> None:
         super().__init__()
         self.exact = linear.weight.detach()  # of any dtype; usually shared with the input embedding
+        self._gram = self.exact.T @ self.exact
         self._kind = kind
         self._full = kind(linear)
         self._low_rank: _LowRank | None = None
@@ -61,7 +62,7 @@ class LowRankOutputLayer(nn.Module):
         self._seen.append(hidden.clone())
         self._num_seen += len(hidden)
         if self._num_seen >= LEARNED:
-            self._low_rank = _LowRank(self.exact.float(), torch.cat(self._seen)[-LEARNED:], self._kind)
+            self._low_rank = _LowRank(self.exact.float(), self._gram, torch.cat(self._seen)[-LEARNED:], self._kind)
             self._forget()
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
@@ -93,10 +94,13 @@ class LowRankOutputLayer(nn.Module):
 class _LowRank:
     """A low-rank approximation of an output layer, fitted to the hidden states `seen` [tokens, hidden].
 
-    It projects centred hidden states to the directions that change logits most.
+    It projects centred hidden states to the directions that change logits most. `gram` [hidden, hidden] is the product
+    of the transposed weight and the weight.
     """
 
-    def __init__(self, weight: torch.Tensor, seen: torch.Tensor, kind: type[QuantizedLinear]) -> None:
+    def __init__(
+        self, weight: torch.Tensor, gram: torch.Tensor, seen: torch.Tensor, kind: type[QuantizedLinear]
+    ) -> None:
         hidden_len = weight.shape[1]
         self._mean = seen.mean(dim=0)
         self._bias = weight @ self._mean
@@ -105,7 +109,7 @@ class _LowRank:
         covariance += _RIDGE * covariance.diagonal().mean() * torch.eye(hidden_len)
         values, axes = torch.linalg.eigh(covariance)
         root, inverse = (axes * values**power @ axes.T for power in (0.5, -0.5))
-        energies, directions = torch.linalg.eigh(root @ (weight.T @ weight) @ root)  # ascending
+        energies, directions = torch.linalg.eigh(root @ gram @ root)  # ascending
         chosen = slice(hidden_len - hidden_len // _DIVISOR, None)
         # Split the singular values between both factors, so that 8 bits are enough for the second.
         balance = energies[chosen].clamp(min=1e-12) ** 0.25
