@@ -97,6 +97,7 @@ class Calibration:
         self._kept = _LogisticFit(self._keep, *_KEPT_PRIOR)
         self._others, self._others_of_drawn = _RankFrequencies(self._keep), _RankFrequencies(self._keep)
         self._guesses: dict[Grounds, tuple[float, float]] = {}  # how many were observed, and how many were right
+        self._guess_probs: dict[Grounds, float] = {}  # those asked for since the last observation
 
     def top1_accept_prob(self, distribution: Distribution) -> float:
         """Return the probability that the target emits the most likely token of this draft distribution."""
@@ -144,13 +145,22 @@ class Calibration:
 
     def guess_accept_prob(self, grounds: Grounds) -> float:
         """Return the probability that an n-gram guess is right; `grounds`: its source and matched context length."""
-        seen, right = self._guesses.get(grounds, (0.0, 0.0))
-        return (right + _PRIOR / 2) / (seen + _PRIOR)
+        found = self._guess_probs.get(grounds)
+        if found is None:
+            source, length = grounds
+            found = 0.5
+            # What is known of shorter matches is the assumption for longer ones.
+            for shorter in range(1, length + 1):
+                seen, right = self._guesses.get((source, shorter), (0.0, 0.0))
+                found = (right + _PRIOR * found) / (seen + _PRIOR)
+            self._guess_probs[grounds] = found
+        return found
 
     def observe_guess(self, grounds: Grounds, is_right: bool) -> None:
         """Count an n-gram guess as right or wrong for its `grounds`: its source and matched context length."""
         seen, right = self._guesses.get(grounds, (0.0, 0.0))
         self._guesses[grounds] = (seen * self._keep + 1, right * self._keep + is_right)
+        self._guess_probs.clear()
 
 
 def _log_odds(distribution: Distribution) -> float:

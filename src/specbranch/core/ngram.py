@@ -30,16 +30,19 @@ MEMORY = "memory"  # past answers of the same target
 SOURCES = (TEXT, MEMORY)
 
 Guess = list[tuple[int, Grounds]]  # consecutive tokens, each with its grounds
-LENGTHS = (5, 4, 3, 2)  # lengths of the context to match before a guess; the longest is tried first
+MIN_MATCH, MAX_MATCH = 2, 16  # tokens of a context that must match, and that are compared: longer matches are better
 _MAX_NEWEST = 2048  # tokens to index right before a guess; an answer to the target may wait for this
-# Positions are found by the three tokens before them, for matches of up to five, or else by the two before them.
-_CHAINED = ((3, LENGTHS[0]), (LENGTHS[-1], LENGTHS[-1]))
+# Guesses are judged together by the length of their match: each class begins at one of these lengths.
+_CLASSES = (2, 3, 4, 5, 6, 9, 16)
+_CLASS_OF = tuple(max((first for first in _CLASSES if first <= length), default=2) for length in range(MAX_MATCH + 1))
+# Positions are found by the three tokens before them, for longer matches too, or else by the two before them.
+_CHAINED = ((3, MAX_MATCH), (MIN_MATCH, MIN_MATCH))
 _MAX_CANDIDATES = 32  # positions to compare with a context
 _MAX_LOAD = 4  # positions for each entry of the table of hashes
 _MIN_VECTORISED = 64  # new positions from which NumPy is faster than a loop
 _HASH_BITS, _MASK, _MIXER = 32, 0xFFFFFFFF, 0x9E3779B1
 _CAPACITY = 1 << 17  # tokens of all targets together; about 400 bytes each
-_MIN_LEN = 3  # shortest context to match in a past answer; a shorter match means little
+LENGTHS = (5, 4, 3)  # contexts in past answers that are indexed; a shorter match means little there
 
 
 class NgramDrafter:
@@ -89,19 +92,20 @@ class NgramDrafter:
         If several sources have a guess, take that of the source that was right most often, each source judged by its
         past guesses with the same matched context length.
         """
-        tail = tip.path(max_len=LENGTHS[0])
+        tail = tip.path(max_len=MAX_MATCH)
         found: list[tuple[str, Sequence[int], int]] = []
         if TEXT in sources:
             found.append((TEXT, *self._index.continuation(tail, count)))
         if MEMORY in sources:
-            end = [*self._tokens[-LENGTHS[0] :], *tail][-LENGTHS[0] :]
+            end = [*self._tokens[-MAX_MATCH:], *tail][-MAX_MATCH:]
             found.append((MEMORY, *self._history.continuation(end, count, other_than=self._answer)))
         best: Guess = []
         best_prob = 0.0
         for source, tokens, num_agreed in found:
-            if tokens and (prob := calibration.guess_accept_prob((source, num_agreed))) > best_prob:
+            if tokens and (prob := calibration.guess_accept_prob((source, _CLASS_OF[num_agreed]))) > best_prob:
                 # A guessed token that comes true makes the matched context of the next one longer.
-                best = [(token, (source, min(num_agreed + index, LENGTHS[0]))) for index, token in enumerate(tokens)]
+                lengths = (min(num_agreed + index, MAX_MATCH) for index in range(len(tokens)))
+                best = [(token, (source, _CLASS_OF[length])) for token, length in zip(tokens, lengths, strict=True)]
                 best_prob = prob
         return best
 
@@ -133,8 +137,7 @@ class NgramIndex:
         The context is the end of the sequence and then `tail`; its longest indexed match is used. Return at most
         `count` tokens; an empty list and 0 if nothing matches.
         """
-        longest = LENGTHS[0]
-        context = [*self._tokens[-longest:], *tail][-longest:]
+        context = [*self._tokens[-MAX_MATCH:], *tail][-MAX_MATCH:]
         for chains in self._chains:
             position, length = chains.find(self._tokens, context)
             if length:
@@ -312,7 +315,7 @@ class OutputHistory:
             self._answers.append(answer)
         for token in tokens:
             for length in LENGTHS:
-                if _MIN_LEN <= length <= len(kept):
+                if length <= len(kept):
                     self._positions[tuple(kept[-length:])] = (answer, len(kept))
             kept.append(token)
         self.num_tokens += len(tokens)
@@ -323,16 +326,17 @@ class OutputHistory:
     ) -> tuple[list[int], int]:
         """Return the tokens that followed the end of `tail` in a past answer, and how many tokens of `tail` matched.
 
-        The longest match is used, in the answer where it occurred last, which is marked as used; if that answer is
-        `other_than`, a shorter match is tried. Return at most `count` tokens; an empty list and 0 if nothing matches.
+        Of the contexts of five tokens, or else four or three, the last occurrence is used, and its answer is marked as
+        used; if that answer is `other_than`, a shorter context is tried. Tokens before the context may match too.
+        Return at most `count` tokens; an empty list and 0 if nothing matches.
         """
         for length in LENGTHS:
-            if _MIN_LEN <= length <= len(tail):
+            if length <= len(tail):
                 found = self._positions.get(tuple(tail[-length:]))
                 if found is not None and found[0] is not other_than:
                     answer, position = found
                     answer.is_used = True
-                    return answer.tokens[position : position + count], length
+                    return answer.tokens[position : position + count], _num_equal(answer.tokens, position, tail)
         return [], 0
 
     def forget_oldest(self) -> int:
@@ -352,7 +356,7 @@ class OutputHistory:
         tokens = answer.tokens
         for position in range(len(tokens)):
             for length in LENGTHS:
-                key = tuple(tokens[position - length : position]) if _MIN_LEN <= length <= position else None
+                key = tuple(tokens[position - length : position]) if length <= position else None
                 if key is not None and self._positions.get(key, (None, 0))[0] is answer:
                     del self._positions[key]
         self.num_tokens -= len(tokens)

@@ -424,11 +424,17 @@ def test_in_turns_budget_drafts_only_while_the_target_waits_and_one_token_at_a_t
     assert session.propose() is None
     assert [node.position - session.tree.root.position for node in session.rows()] == [1]
     run(session)
+    assert list(session.rows()) == [], "two tokens are drafted"
     assert session.propose() == [1, 1]
     assert list(session.rows()) == [], "the target computes"
     assert session.drafts_by_verdict(4) == []
     session.commit([1, 1, 1])
     assert list(session.rows()) == []
+
+
+def test_only_in_turns_budget_lets_the_target_wait_for_prefill() -> None:
+    assert [session_of("budget", takes_turns=turns).waits_for_prefill for turns in (False, True)] == [False, True]
+    assert not session_of("sps").waits_for_prefill
 
 
 def test_in_turns_budget_does_not_wait_where_the_text_is_as_good_a_guess() -> None:
@@ -511,8 +517,8 @@ def test_guesses_that_the_target_confirms_or_not_are_learned_by_their_grounds() 
     session.rows()
     session.commit([8, 4], 0)
 
-    assert calibration.guess_accept_prob((TEXT, 3)) > 0.5 > calibration.guess_accept_prob((TEXT, 4))
-    assert calibration.guess_accept_prob((TEXT, 5)) == 0.5, "nobody saw whether it was right"
+    probs = [calibration.guess_accept_prob((TEXT, length)) for length in (3, 4, 5)]
+    assert probs[0] > 0.5 > probs[1] == probs[2], "nobody saw whether the third guess was right"
 
 
 @pytest.mark.parametrize(

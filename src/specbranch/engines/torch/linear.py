@@ -3,17 +3,19 @@
 W8A8 also quantizes activations, each row with its own scale, and multiplies integers: more rows cost little where the
 CPU has instructions for it. The product is our own (`int8_kernel`), which reads weights faster, or oneDNN's, which is
 faster for many rows on a CPU with AMX: `max_kernel_rows` times both. W8A16 keeps activations in bfloat16: it needs no
-such instructions and rounds less, but each row costs its full share. A row's result does not depend on the other rows.
+such instructions and rounds less, but each row costs its full share. A row's result does not depend on the other rows
+of a step, unless their number decides between the two products.
 """
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
-from specbranch.errors import EngineError
+from specbranch.errors import EngineError, first_line
 from specbranch.extensions import optional_import
 
 with optional_import("torch"):
@@ -24,6 +26,8 @@ try:
     from specbranch.engines.torch.int8_kernel import Int8Product
 except EngineError:  # without Numba
     Int8Product = None  # type: ignore[assignment,misc]
+
+log = logging.getLogger(__name__)
 
 _MIN_PEAK = 1e-8  # lower bound of the largest value that a scale is computed from, so that no scale is zero
 _MAX_INT8 = 127.0
@@ -184,6 +188,14 @@ def max_kernel_rows() -> int:
     """
     if Int8Product is None:
         return 0
+    try:
+        return _timed_kernel_rows()
+    except Exception as error:  # Numba and LLVM fail in many ways, and oneDNN's product is there
+        log.warning("the int8 product of our own does not run here (%s); oneDNN's is used", first_line(error))
+        return 0
+
+
+def _timed_kernel_rows() -> int:
     count, *shape = _SAMPLE
     weight = torch.randint(-127, 128, shape, dtype=torch.int8)
     scales, zeros = torch.ones(shape[0]), torch.zeros(shape[0], dtype=torch.int64)
