@@ -15,6 +15,7 @@ from specbranch.core.ngram import OutputHistory
 _COLD_START_PROB, _COLD_START_GAIN = 0.5, 1.0
 _COLD_START_STEPS = 8  # steps in which both of these halve
 _SMOOTHING = 0.05  # the weight of the newest wait for a draft
+_MAX_EXCESS = 3.0  # times its estimate that a single slow step counts as
 _SURE_STEPS = 16  # with drafts; what was learned from fewer steps may be chance, so it fades faster
 
 
@@ -51,24 +52,33 @@ class StepCost:
 class StepTimeModel:
     """Learns a `StepCost` from measured steps by least squares; a step's weight halves every `half_life` steps.
 
-    `cost` is the fitted line; None before the first step.
+    `cost` is the fitted line; None before the first step. A step of over three times the time that the line predicts
+    counts as three times, because the machine may have stood still in it; a second one in a row counts in full.
     """
 
     def __init__(self, half_life: float = 64.0) -> None:
         self.cost: StepCost | None = None
         self._keep = 0.5 ** (1 / half_life)
+        self._was_slow = False  # the last step took over three times what the line predicted
         # Weighted sums of 1, x, x², y, xy with x = rows - 1.
         self._n = self._x = self._xx = self._y = self._xy = 0.0
 
-    def observe(self, rows: int, step_s: float) -> None:
-        """Add one measured step with this number of rows and this time in seconds, and fit `cost` again."""
-        x = rows - 1
+    def observe(self, rows: int, step_s: float) -> float:
+        """Add one measured step with this number of rows and this time in seconds, and fit `cost` again.
+
+        Return the time that the step counts as.
+        """
+        x, max_s = rows - 1, math.inf if self.cost is None else _MAX_EXCESS * self.cost.at(rows)
+        is_slow = step_s > max_s
+        step_s = max_s if is_slow and not self._was_slow else step_s
+        self._was_slow = is_slow
         self._n = self._n * self._keep + 1
         self._x = self._x * self._keep + x
         self._xx = self._xx * self._keep + x * x
         self._y = self._y * self._keep + step_s
         self._xy = self._xy * self._keep + x * step_s
         self.cost = self._fit()
+        return step_s
 
     def _fit(self) -> StepCost:
         """Return the fitted line, limited so that no further row costs less than nothing or more than the first row.
@@ -164,7 +174,7 @@ class TargetTimeModel:
         else:
             sureness = min(max(self._num_drafted, 1), _SURE_STEPS) / _SURE_STEPS
             self._belief *= 0.5 ** (1 / (self._half_life * sureness))
-        self._all.observe(tokens, step_s)
+        step_s = self._all.observe(tokens, step_s)  # the other two may have no line yet
         (self._drafted if num_submitted else self._plain).observe(tokens, step_s)
         self.tokens_per_step.observe(num_rows, num_submitted, num_committed)
         self._update_prices()

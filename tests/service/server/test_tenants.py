@@ -64,12 +64,12 @@ def test_pauses_between_steps_count_only_while_the_target_tells_nothing() -> Non
     assert tenants.costs(b"ours").target.cost == before
 
 
-def test_a_machine_that_stood_still_once_teaches_nothing_and_a_target_that_has_become_slow_does() -> None:
+def test_a_machine_that_stood_still_once_teaches_little_and_a_target_that_has_become_slow_does() -> None:
     tenants = Tenants(StepTimeModel())
     for num_submitted in (0, 4, 8, 0, 4, 8):
         tenants.record_step(step(1, num_submitted, 3, 100_000), 0.0)
     tenants.record_step(step(1, 8, 3, 30_000_000), 0.0)
-    assert tenants.costs(b"ours").target.min_accept_prob == pytest.approx(0.0, abs=1e-9)
+    assert tenants.costs(b"ours").target.min_accept_prob < 0.4
     for _ in range(2):
         tenants.record_step(step(1, 0, 1, 30_000_000), 0.0)
         tenants.record_step(step(1, 0, 1, 30_000_000), 0.0)

@@ -26,7 +26,6 @@ from specbranch.service.server.store import FaultGuard
 _MIN_SILENCE_S, _MAX_SILENCE_S = 1.0, 20.0  # after which a tenant counts as gone
 _MIN_PAUSE_S = 0.05  # between two steps of a tenant; messages of one step come closer together
 _PREFILL_HALF_LIFE_S = 10.0
-_MAX_EXCESS = 4.0  # times its usual time that a step may count as
 _SMOOTHING = 0.1  # weight of a new time of prefill or of planning
 _MIN_WINDOW, _MAX_PREFILL_S = 256, 0.5  # tokens, and the time of a prefill while a target decodes without drafts
 _MIN_PLANNED = 4  # sessions, however long planning takes
@@ -220,8 +219,7 @@ class BatchPlanner:
         num_prefilled = sum([len(row.row.tokens) for _, row in rows]) - num_outputs
         cost = self._cost.cost
         if not num_prefilled:
-            # A step in which the machine stood still, or in which the engine compiled something, says little.
-            self._cost.observe(num_outputs, step_s if cost is None else min(step_s, _MAX_EXCESS * cost.at(num_outputs)))
+            self._cost.observe(num_outputs, step_s)
             return
         if num_prefilled >= MIN_PREFILL_CHUNK:  # the time of fewer tokens says little
             token_s = max(step_s - (cost.at(num_outputs) if cost is not None else 0.0), 0.0) / num_prefilled

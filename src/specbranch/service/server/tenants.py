@@ -11,7 +11,6 @@ from specbranch.service.wire.messages import OtherRows, StepRequest
 
 _MAX_TENANTS = _MAX_CLIENTS = 1024
 _MAX_STEP_S = 10.0  # after a longer pause between two steps the target was idle
-_STALL_FACTOR = 10  # a single step this many times longer than usual is a stall of the machine, not a step
 _NO_ROWS = OtherRows(0, 0, 0)
 
 
@@ -20,15 +19,6 @@ class _Tenant:
     costs: PairModel
     answered_s: float | None = None
     reports_step_times: bool = False
-    was_stall: bool = False  # the last step, which was not learned from
-
-    def learn(self, num_rows: int, num_submitted: int, num_committed: int, step_s: float) -> None:
-        """Learn the time of a step; skip it if it took over ten times the usual and the step before was not skipped."""
-        usual = self.costs.target.cost
-        is_stall = usual is not None and step_s > _STALL_FACTOR * usual.at(num_rows + num_submitted) > 0
-        self.was_stall = is_stall and not self.was_stall
-        if not self.was_stall:
-            self.costs.observe_step(num_rows, num_submitted, num_committed, step_s)
 
 
 @dataclass(slots=True, eq=False)
@@ -90,7 +80,7 @@ class Tenants:
             others = step.beside or _NO_ROWS
             num_submitted = sum([row.num_submitted for row in step.rows]) + others.submitted
             num_committed = sum([len(row.tokens) for row in step.rows]) + others.committed
-            tenant.learn(len(step.rows) + others.rows, num_submitted, num_committed, step_s)
+            tenant.costs.observe_step(len(step.rows) + others.rows, num_submitted, num_committed, step_s)
 
     def record_reply(self, namespace: bytes, now_s: float) -> None:
         """Note that a reply to a target of this namespace left at `now_s`."""
