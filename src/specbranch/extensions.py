@@ -36,14 +36,14 @@ def load_planners() -> None:
 
     A planner that cannot be loaded is skipped, and a warning is logged.
     """
-    for package, point in has_entry_point(PLANNERS_GROUP):
+    for package, point in iter_entry_points(PLANNERS_GROUP):
         try:
             register_planner(point.name)(point.load())
         except Exception as error:  # code of another package can raise anything
             log.warning("planner %r of package %s cannot be used: %s", point.name, package, error)
 
 
-def has_entry_point(group: str) -> Iterator[tuple[str, EntryPoint]]:
+def iter_entry_points(group: str) -> Iterator[tuple[str, EntryPoint]]:
     """Yield (package name, entry point) for each entry point of `group` in the installed packages.
 
     Of two installed copies of a package, only the first counts. If the entry points of a package cannot be read, log a

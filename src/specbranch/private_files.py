@@ -15,7 +15,7 @@ from specbranch.errors import SpecBranchError
 
 
 class DirectoryError(SpecBranchError, RuntimeError):
-    """A directory cannot be created, or other users could misuse it; the message says why and what helps."""
+    """A directory cannot be created, or other users could misuse it; the message names the cause and a remedy."""
 
 
 def runtime_directory() -> Path:

@@ -77,7 +77,7 @@ class Moment:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """One answer of the target; `distributions[i]` is what the draft predicted for `tokens[i]`, or `NO_DISTRIBUTION`.
+    """One answer of the target; `distributions[i]` is the draft's prediction of `tokens[i]`, or `NO_DISTRIBUTION`.
 
     `foreseen[i]` is H-RAD's prediction, a `Signal`, of whether no, some or all draft tokens of the window after
     `tokens[i]` are accepted; empty without H-RAD. `moments`: each verdict, if a service recorded the answer.

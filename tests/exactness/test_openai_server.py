@@ -250,7 +250,7 @@ BOTH = Reply(" heads", "length", [" he", "ads"], [{" ta": -1.0, " he": -0.5}, {"
 )
 def test_both_forms_say_the_same(choice: dict[str, object]) -> None:
     assert read_replies({"choices": [choice]}) == [BOTH]
-    assert BOTH.surprise == -0.75
+    assert BOTH.total_logprob == -0.75
 
 
 def test_choices_are_in_the_order_of_their_index() -> None:

@@ -78,7 +78,7 @@ def _drawers(results: Results) -> dict[str, _Drawer | None]:
 
 
 def _speed_drawer(results: Results, lines: Sequence[Line]) -> _Drawer | None:
-    """Return a function that draws bars of speeds: one group for each task, and one for the mean of several tasks.
+    """Return a function that draws bars of speeds, grouped by task, and one more group for the mean of several tasks.
 
     Return None if there is no method besides bare vLLM.
     """
@@ -207,9 +207,9 @@ def method_colors(methods: Sequence[BenchMethod]) -> dict[str, str]:
 
 
 def _ends(ratios: Sequence[Ratio]) -> Any:
-    """Return the low and the high ends of the ratios' ranges as an array [2, n].
+    """Return the bounds of the ratios' confidence intervals as an array [2, n]: the lower bounds, then the upper ones.
 
-    The ends of a ratio without a range are NaN, which is not drawn.
+    The bounds of a ratio without an interval are NaN, which is not drawn.
     """
     return np.array([[ratio.low for ratio in ratios], [ratio.high for ratio in ratios]], dtype=float)
 

@@ -44,7 +44,7 @@ class MeasuredCosts:
         return self.target.base_s / self.draft.base_s
 
     def layout(self, batch: int, sharing: float = 1.0) -> Layout:
-        """Return a layout of the simulator with these costs; its unit of time is a draft step of one row.
+        """Return the simulator's `Layout` (its devices) with these costs; the unit of time is a draft step of one row.
 
         `batch` is the number of requests that a target decodes at once, and `sharing` the number of targets that one
         draft device serves; below 1, one target has several draft devices.
@@ -99,9 +99,9 @@ class Advice:
         return max((one for one in self.forecasts if one.concurrency == concurrency), key=lambda one: one.speed)
 
     def stops_at(self, min_gain: float) -> int | None:
-        """Return the lowest concurrency at which no planner is faster than bare vLLM by the share `min_gain`.
+        """Return the lowest concurrency at which every planner's speed is below bare vLLM's times 1 + `min_gain`.
 
-        Return None if some planner is that much faster at every concurrency.
+        Return None if some planner is at least that fast at every concurrency.
         """
         for concurrency in self.concurrencies:
             if self.best_at(concurrency).speed < 1 + min_gain:

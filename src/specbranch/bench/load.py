@@ -1,7 +1,7 @@
 """Measure servers under load: `specbranch serve`, bare or with a draft, answers requests that arrive at random times.
 
 vLLM's own `vllm bench serve` sends the requests and measures the usual metrics: time to first token, time between
-tokens, throughput. One server runs at a time; the order of the methods is shuffled anew for every repeat.
+tokens, throughput. One server runs at a time; the order of the methods is shuffled for every repeat.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ class LoadTrial:
 
 
 def plan_load(scenario: Scenario, served: Served) -> list[LoadTrial]:
-    """Return all measurements in the order to run them: in each repeat, each method in turn, at each of the rates.
+    """Return all measurements in the order to run them: in each repeat, every method at every request rate.
 
-    Methods and rates are in random order.
+    The order of the methods, and of each method's rates, is random.
     """
     order = random.Random(scenario.seed)
     trials: list[LoadTrial] = []

@@ -1,6 +1,7 @@
-"""Measure the step time of a draft engine by row count, fit a line, and compare it with the bound of memory bandwidth.
+"""Measure the step time of a draft engine by row count, fit a line, and compare it with the limit of memory bandwidth.
 
-`measure` times an engine with a given clock; the fitted line and the stated limits are pure functions of these times.
+`measure` times an engine with a given clock; the fitted line and the phrases on what limits a step are pure functions
+of these times.
 """
 
 from __future__ import annotations

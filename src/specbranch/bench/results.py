@@ -1,4 +1,4 @@
-"""Read and write benchmark result files, and summarize them: speeds relative to bare vLLM, with their ranges."""
+"""Read and write benchmark result files, and summarize them: speeds over bare vLLM's, with confidence intervals."""
 
 from __future__ import annotations
 
@@ -87,11 +87,11 @@ def drop_unfinished(path: Path) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Ratio:
-    """Tokens per second of one method divided by another's on the same prompts.
+    """Tokens per second of one method divided by another's on the same prompts, with a confidence interval.
 
-    From `low` to `high` lie 95 % of the ratios of resampled prompts. Both are None if there are fewer than three
-    trials, or if a method is compared with itself. `num_trials` is the number of prompts, or of groups of prompts, that
-    both methods answered; for a mean over several tasks, it is the smallest of their numbers.
+    `low` and `high` bound the 95 % bootstrap confidence interval over prompts. `num_trials` is the number of prompts,
+    or of groups of prompts, that both methods answered; for a mean over several tasks, it is the smallest of their
+    numbers. `low` and `high` are None if it is below three, or if a method is compared with itself.
     """
 
     value: float
@@ -101,11 +101,11 @@ class Ratio:
 
     @property
     def range(self) -> str:
-        """The range from `low` to `high` as text; a dash if both are None."""
+        """The confidence interval as text; a dash if `low` and `high` are None."""
         return NO_RANGE if self.low is None or self.high is None else f"{self.low:.2f}-{self.high:.2f}"
 
     def scaled(self, factor: float) -> Ratio:
-        """Return the ratio and its range, multiplied by a constant."""
+        """Return the ratio and its confidence interval, multiplied by a constant."""
         low, high = (None if end is None else end * factor for end in (self.low, self.high))
         return Ratio(self.value * factor, low, high, self.num_trials)
 
@@ -219,15 +219,15 @@ def losses(results: Results, subject: str) -> list[Loss]:
 
 
 def compare(own: Sequence[Record], other: Sequence[Record]) -> Ratio:
-    """Return the speed of the records `own` divided by that of `other`, with a range, on the prompts that both have."""
+    """Return the speed of the records `own` divided by that of `other`, on the prompts that both have."""
     return mean_ratio([(own, other)])
 
 
 def mean_ratio(tasks: Sequence[tuple[Sequence[Record], Sequence[Record]]]) -> Ratio:
-    """Return the geometric mean over tasks of the first method's speed divided by the second's, with a range.
+    """Return the geometric mean over tasks of the first method's speed divided by the second's.
 
-    `tasks` has the records of both methods for each task. The range comes from resampling the prompts of each task,
-    each prompt together with all its repeats.
+    `tasks` has the records of both methods for each task. The bootstrap for the confidence interval resamples the
+    prompts of each task, each prompt together with all its repeats.
     """
     paired = [_by_prompt(_paired(own, other)) for own, other in tasks]
     value = _geometric_mean([_ratio([*chain(*prompts)]) for prompts in paired])
@@ -285,7 +285,7 @@ def _line(results: Results, cell: Cell, method: str, own: list[Record], bare: li
 def _draft_stats(own: Sequence[Record], emitted: int) -> tuple[float | None, Mapping[str, float] | None, float | None]:
     """Return the hit rate, the rolled-back tokens per emitted token by cause, and the draft rows per round.
 
-    They are sums over the records `own`, in which `emitted` tokens were emitted; all three are None without drafts.
+    They are taken over all records `own`, in which `emitted` tokens were emitted; all three are None without drafts.
     """
     total: Counter[str] = Counter()
     for record in own:
@@ -305,7 +305,7 @@ def _ratio(pairs: Sequence[tuple[Record, Record]]) -> float:
 
 
 def _by_prompt(pairs: Sequence[tuple[Record, Record]]) -> list[list[tuple[Record, Record]]]:
-    """Return the pairs grouped by prompt, so that resampling keeps all repeats of a prompt together.
+    """Return the pairs grouped by prompt, so that the bootstrap keeps all repeats of a prompt together.
 
     Repeats vary with the machine only, not with the prompts.
     """

@@ -1,4 +1,4 @@
-"""Run benchmarks on real engines with their own cores; the methods answer each prompt in turn, in random order.
+"""Run benchmarks on real engines, each on its own cores; every prompt is answered by all methods, in a random order.
 
 Every record is written as soon as it is measured; the first line of a result file has the versions, machine and commit.
 """
@@ -126,7 +126,7 @@ def run_scenario(
 
 @dataclass(slots=True)
 class _Engines:
-    """The running engines of a benchmark: the draft service, and the loaded targets, the one loaded first in front.
+    """The running engines of a benchmark: the draft service, and the loaded targets in the order of their loading.
 
     `stats_clients` has for each method with drafts a client that fetches the service's stats.
     """

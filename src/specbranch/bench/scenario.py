@@ -50,7 +50,8 @@ class PromptSet(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Prompts of one task: `count` of them, spread evenly over a file in the data directory.
 
     With `field`, the file may be any JSONL file with the prompts in that field, and the task may have any name. `skip`
-    leaves out the prompts that a set with `count` = `skip` has, such as those that `specbranch train collect` has used.
+    excludes the prompts that a `PromptSet` with `count=skip` would select, for example those already used by
+    `specbranch train collect`.
     """
 
     task: str
@@ -65,8 +66,8 @@ class BenchMethod(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     With a `planner`, vLLM runs on the scenario's `target_cores` and the draft model on its `draft_cores`; `settings`
     are the planner's, and `predictor`, `is_gated`, `pad` and `rule` are settings of our proposer. Without
-    `uses_service`, drafts come from the text only. Such a method, and one without a planner, runs on `cores`, by
-    default the `target_cores`.
+    `uses_service`, drafts come only from n-gram lookup in the text. Such a method, and one without a planner, runs on
+    `cores`, by default the `target_cores`.
     """
 
     name: str
@@ -111,14 +112,14 @@ class Served(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Scenario(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One pair of models on given cores, prompts, and the methods to compare.
+    """One benchmark: a pair of models, the cores that they run on, the prompts, and the methods to compare.
 
     Without `target_cores` nothing is pinned, as on a GPU. `arguments` are passed to `vllm.LLM`, or to `vllm serve` as
-    flags, and `draft_arguments` to `specbranch draft`. `gamma` is the maximum of draft tokens verified at once.
-    With `lends_cores` the target uses the draft's cores too while the draft cannot help. `deadline_ms` is the longest
-    time that the target waits for a draft. `concurrency` lists the sizes of the groups of
-    requests that are answered together; `groups` limits the number of groups of each size and task. With `served`, real
-    servers are measured under load instead.
+    flags, and `draft_arguments` to `specbranch draft`. `gamma` is the maximum of draft tokens verified at once. With
+    `lends_cores` the target uses the draft's cores too while the draft cannot help. `deadline_ms` is the longest time
+    that the target waits for a draft. `concurrency` lists group sizes: the requests of a group are sent together.
+    `groups` limits the number of groups for each size and task. With `served`, real servers are measured under load
+    instead.
 
     If memory cannot hold all engines, `engines_at_once` is how many it can hold. Each engine then answers a `block` of
     groups before the next one is loaded in its place.
@@ -285,8 +286,8 @@ def read_prompts(task: str, path: Path, count: int, field: str | None = None, sk
     """Read `count` prompts of a task from a file and return them; they are spread evenly over it, always the same ones.
 
     Without `field`, the file must have the form of the task, one of `TASKS`; with it, any JSONL file will do that has
-    the prompts in this field. The prompts that `read_prompts(count=skip)` returns are left out, so that two sets can be
-    disjoint. Raise `PromptError` if the file cannot be read or has too few prompts.
+    the prompts in this field. The prompts that `read_prompts` returns for `count=skip` are left out, so that two sets
+    can be disjoint. Raise `PromptError` if the file cannot be read or has too few prompts.
     """
     if field is None and task not in _TASKS:
         raise PromptError(

@@ -70,9 +70,9 @@ class StepTimes(NamedTuple):
 class Survey:
     """The measurements of a pair of models: step times in seconds, and a trace.
 
-    The target's times are by the number of requests in its batch, the draft's by rows. The target is bare vLLM. If vLLM
-    with our proposer and without drafts was timed too, `hooked_s` has its times. The trace holds the target's answers
-    with the draft's distributions.
+    The target's times are by the number of requests in its batch, the draft's by the number of rows in its step. The
+    target is bare vLLM. If vLLM with our proposer and without drafts was timed too, `hooked_s` has its times. The trace
+    holds the target's answers with the draft's distributions.
     """
 
     target_alone_s: Mapping[int, float]
@@ -188,7 +188,7 @@ def record_distributions(
 
 
 def _read(engine: DraftEngine, handle: int, prompt: Sequence[int]) -> Distribution:
-    """Run a whole prompt through the engine, in pieces, and return the distribution after it."""
+    """Prefill a whole prompt in chunks, and return the engine's distribution after its last token."""
     for start in range(0, len(prompt), _PIECE_LEN):
         (distribution,) = engine.run([Row(handle, tuple(prompt[start : start + _PIECE_LEN]))])
     return distribution

@@ -85,7 +85,7 @@ def friendly_errors(*kinds: type[Exception]) -> Iterator[None]:
 class ProgressBar:
     """A context manager that shows the progress of a command. `console` None means standard error.
 
-    Without a terminal, a stage is printed when it starts, after each tenth of it, and after 15 seconds without a line.
+    Without a terminal, print a line when a stage starts, after each tenth of it, and after 15 seconds without a line.
     """
 
     def __init__(self, console: Console | None = None) -> None:
@@ -157,7 +157,7 @@ class ProgressBar:
 
 @contextmanager
 def redirect_output(log_file: Path, stage: str) -> Iterator[Callable[[str], None]]:
-    """Append this process's standard output and error to a file; show `stage`, and yield a function to show another."""
+    """Append this process's standard output and error to a file; show `stage`, and yield a function to show others."""
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
     saved = [os.dup(number) for number in (1, 2)]

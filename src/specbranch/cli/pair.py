@@ -37,7 +37,7 @@ class ModelLoadError(SpecBranchError, RuntimeError):
 class LocalPairOptions:
     """The target to load, with a draft service to start (`draft`), one that runs already (`remote`), or none.
 
-    Without a service, drafts come from the text if `has_text_drafts`; otherwise vLLM runs bare.
+    Without a service, drafts come from n-gram lookup in the text if `has_text_drafts`; otherwise vLLM runs bare.
     `section` holds the proposer's settings without the address, `gamma` is the maximum of draft tokens to verify at
     once, and `arguments` are passed to `vllm.LLM`. Without `target_cores` the target is not pinned. `timeline` is the
     file that the draft service will write.
@@ -69,7 +69,7 @@ class LocalPairOptions:
 
     @property
     def is_drafting(self) -> bool:
-        """Whether vLLM runs with our proposer: there is a draft, or drafts come from the text."""
+        """Whether vLLM runs with our proposer: there is a draft, or drafts come from n-gram lookup in the text."""
         return self.draft is not None or self.remote is not None or self.has_text_drafts
 
     @property
@@ -87,7 +87,7 @@ class LocalPairOptions:
 
 
 class LocalPair:
-    """A context manager that loads target and draft; while they load, what they print goes to a log file."""
+    """A context manager that loads target and draft; while they load, their output goes to a log file."""
 
     target: LocalEngine
 
@@ -198,8 +198,8 @@ def compare_answers(answer: StreamedAnswer, plain: StreamedAnswer) -> dict[str, 
 def comparison_line(answer: StreamedAnswer, plain: StreamedAnswer, cores: Sequence[int] | None, is_greedy: bool) -> str:
     """Return one line that compares an answer with the answer without drafts (`plain`).
 
-    `cores` are the cores on which a target loaded anew generated `plain`; None if the target that generated `answer`
-    also generated `plain`. Without `is_greedy` the line compares only the speeds, not the tokens.
+    `cores` are the cores of the separately loaded target that generated `plain`; None if the target that generated
+    `answer` also generated `plain`. Without `is_greedy` the line compares only the speeds, not the tokens.
     """
     found = compare_answers(answer, plain)
     place = f" on the same {name_cores(cores)}" if cores else ""

@@ -54,8 +54,8 @@ class Preflight:
     """The checks before a target is started, and the options of this start that they read.
 
     `arguments` are for `vllm.LLM`, `flags` for `vllm serve`. The draft service of `draft` will be started, that of
-    `remote` runs already; without either, vLLM runs bare unless `has_text_drafts`. With `is_server`, a free port is
-    needed. Without `target_cores`, cores are not checked.
+    `remote` runs already; without either, vLLM runs bare unless `has_text_drafts`. `is_server` adds a check that the
+    port is free. Without `target_cores`, cores are not checked.
     """
 
     target: str

@@ -72,11 +72,11 @@ class TextRun:
 
 
 class DraftHighlighter:
-    """A splitter of one answer's text into drafted and other runs. `decode` turns token ids into text.
+    """Splits the text of one answer into runs that were drafted and runs that were not.
 
-    It decodes tokens one by one, in the context of the tokens before, to count the characters of each. A character that
-    several tokens encode counts for the token that completes it. If the engine's text differs from the decoder's,
-    colors may be some characters off; the text never is.
+    `decode` turns token ids into text. Tokens are decoded one by one, in the context of the tokens before, to count the
+    characters of each. A character that several tokens encode counts for the token that completes it. If the engine's
+    text differs from the decoder's, colors may be some characters off; the text never is.
     """
 
     def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:

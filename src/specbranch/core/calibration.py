@@ -2,9 +2,10 @@
 
 A draft's distribution is for temperature 1. A target that decodes greedily agrees with the first choice more often than
 that distribution says, a draft with weights of few bits is right less often, and how much depends on the pair and on
-the sequence. So the log odds that the first choice is right are learned as a straight line over the log odds that the
-draft gives it. The probability of each other token, given that the first was wrong, is learned by rank. How often
-rejection sampling accepts a sampled token is learned by a second line. Old observations count less.
+the sequence. So the probability that the first choice is right is learned by online logistic regression (Platt
+scaling): its log odds are a linear function of the log odds that the draft gives it. The probability of each other
+token, given that the first was wrong, is learned by rank. How often rejection sampling accepts a sampled token is
+learned by a second regression. Old observations count less.
 """
 
 from __future__ import annotations
@@ -24,10 +25,10 @@ Grounds = tuple[str, int]  # of a guess: its source, and the length of the match
 
 
 class _LogisticFit:
-    """Learns the log odds of an event as a straight line over the log odds that a distribution gives its first choice.
+    """Online logistic regression of an event on the log odds that a distribution gives its first choice.
 
-    `slope` and `shift` are the initial line. Each observation multiplies the sums of squared gradients, which set the
-    step sizes, by `keep`.
+    `slope` and `shift` are the initial coefficients. Each observation multiplies the sums of squared gradients, which
+    set the step sizes, by `keep`.
     """
 
     def __init__(self, keep: float, slope: float, shift: float) -> None:
@@ -51,13 +52,12 @@ class _LogisticFit:
 
 
 class _RankFrequencies:
-    """Learns how likely a token of a draft's distribution is right if the token `first`, which was proposed, was wrong.
+    """Learns the probability that the target emits a token of the draft's distribution after it rejected token `first`.
 
-    A token is right if the target emits it; `first` is the distribution's likeliest token or one sampled from it. The
-    distribution without `first`, scaled to a sum of 1, gives a probability for each other token. It is multiplied by a
-    factor for the token's rank, its place among these other tokens with the likeliest first: how often tokens of this
-    rank were right, divided by how often the distributions predicted it. Each observation multiplies the weight of
-    earlier ones by `keep`.
+    `first` is the distribution's likeliest token or one sampled from it. The distribution without `first`, scaled to a
+    sum of 1, gives a probability for each other token. It is multiplied by a factor for the token's rank, its place
+    among these other tokens with the likeliest first: how often tokens of this rank were right, divided by the expected
+    number according to the distributions. Each observation multiplies the weight of earlier ones by `keep`.
     """
 
     def __init__(self, keep: float) -> None:
@@ -104,7 +104,7 @@ class Calibration:
         return self._first.prob(_log_odds(distribution))
 
     def sampled_accept_prob(self, q: Distribution) -> float:
-        """Return the probability that rejection sampling accepts a token sampled from `q`, whichever it is."""
+        """Return the probability that rejection sampling accepts a token sampled from `q`, estimated from `q` alone."""
         return self._kept.prob(_log_odds(q))
 
     def accept_prob(self, distribution: Distribution, token: int) -> float:
@@ -169,5 +169,5 @@ def _log_odds(distribution: Distribution) -> float:
 
 
 def _rest(distribution: Distribution, first: int) -> float:
-    """Return the total probability of all tokens except `first`."""
+    """Return 1 minus the probability of `first`: that of all other tokens together."""
     return 1 - float(distribution.probs[distribution.ids.index(first)])

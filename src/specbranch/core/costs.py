@@ -81,7 +81,7 @@ class StepTimeModel:
         return step_s
 
     def _fit(self) -> StepCost:
-        """Return the fitted line, limited so that no further row costs less than nothing or more than the first row.
+        """Return the fitted line, on which a further row costs at least nothing and at most as much as the first row.
 
         Without the upper limit, one slow step with many rows on a busy machine would make the first row free.
         """
@@ -134,8 +134,8 @@ class TargetTimeModel:
 
     The first draft token of a step may cost more than the next one, because a matrix product with one row runs another
     kernel than a product with several rows. So steps with drafts and steps without are fitted by separate lines. While
-    no drafts are submitted the estimated cost fades, by half every `half_life` steps, so that drafts are tried again
-    later. It fades faster if few steps with drafts were measured.
+    no drafts are submitted, the estimated cost decays with a half-life of `half_life` steps, so that drafts are tried
+    again later. It decays faster if few steps with drafts were measured.
 
     `observe` updates all public values:
 
@@ -144,7 +144,8 @@ class TargetTimeModel:
     - `entry_s`: extra time of a step with drafts, beyond `per_token_s` for each draft token, divided by its sequences.
     - `min_accept_prob`: the acceptance probability below which a further draft token is not worth verifying. The
       time to verify it counts as the tokens that the whole batch would emit in it: 0 if verifying takes no time.
-    - `min_gain`: how many tokens a submission must be expected to gain, less `min_accept_prob` for each of its tokens.
+    - `min_gain`: the least expected gain of a submission worth verifying, in tokens: the expected number of accepted
+      tokens, minus `min_accept_prob` for each submitted token.
     - `rate`: tokens per second that the whole batch emits now, or would emit without drafts if that is more; 0 if it is
       not known.
     - `num_rows`: the sequences in the last step.

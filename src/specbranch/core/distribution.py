@@ -137,7 +137,7 @@ def inverse_cdf(probs: Sequence[Prob], number: float) -> int:
 
 
 class RandomSource(Protocol):
-    """Interface of randomness: implementers choose one of several weighted options, by chance or by enumeration."""
+    """Interface of a source of randomness: an implementation picks one of several weighted options."""
 
     def pick(self, weights: Sequence[Prob]) -> int:
         """Return a random index into `weights`; the probability of each is proportional to its weight."""

@@ -1,15 +1,15 @@
 """N-gram drafts: what followed the same few tokens before, in this sequence or in past answers.
 
-A guess is a token of such a draft. It is added to the draft tree below a node that the draft has not run, so that the
-distribution after the node is unknown. The draft then runs the node and the guesses below it in one step, and its
-distributions confirm the guesses or not; or the target verifies the guesses at once. Either way a wrong guess only
+A guess is a token of such a draft. It is added to the draft tree below a node whose next-token distribution the draft
+model has not computed. The draft model then computes the distributions after this node and after the guesses below it
+in one step, which confirm the guesses or not; or the target verifies the guesses at once. Either way a wrong guess only
 wastes time.
 
 Guesses from the sequence itself need no model. They help where text is copied: in summaries, in answers about a given
 text, in edits of code.
 
 Past answers are kept too, because repeated questions, agents in loops and edits of one file repeat most of an answer.
-Their number of tokens is limited: the oldest answers are forgotten first, but answers in which a context was found stay
+Their number of tokens is limited: the oldest answers are evicted first, but answers in which a context was found stay
 longer. The service keeps a separate history for each namespace, so guesses never come from another namespace.
 """
 
@@ -46,7 +46,7 @@ LENGTHS = (5, 4, 3)  # contexts in past answers that are indexed; a shorter matc
 
 
 class NgramDrafter:
-    """Guesses the next tokens of one sequence from its own repetitions and from past answers.
+    """Drafts the next tokens of one sequence by n-gram lookup in the sequence itself and in past answers.
 
     `tokens` is the growing list of the sequence's tokens. `history` holds past answers; `answer` is the sequence's own
     answer among these, from which nothing is guessed.
@@ -65,10 +65,11 @@ class NgramDrafter:
     def extend(
         self, tree: Tree, tip: Node, count: int, min_prob: float, sources: Collection[str] = SOURCES
     ) -> list[Node]:
-        """Add at most `count` guessed nodes as a chain below `tip`, and return these nodes; none if `tip` was run.
+        """Add at most `count` guessed nodes as a chain below `tip`, and return these nodes.
 
-        The chain ends before a guess that the target reaches from the root with a probability below `min_prob`.
-        `sources`: where guesses may come from, `TEXT`, `MEMORY` or both.
+        Return none if the draft model has computed the distribution after `tip`. The chain ends before a guess that the
+        target reaches from the root with a probability below `min_prob`. `sources`: where guesses may come from,
+        `TEXT`, `MEMORY` or both.
         """
         if TEXT in sources and self._index.num_indexed < len(self._tokens):
             self._index.index_new_tokens(_MAX_NEWEST)
@@ -252,7 +253,7 @@ def _num_equal(tokens: Sequence[int], position: int, context: Sequence[int]) -> 
 
 
 class PastOutput:
-    """One answer in an `OutputHistory`, growing or complete. A forgotten answer takes no more tokens."""
+    """One answer in an `OutputHistory`, growing or complete; once evicted (`is_forgotten`), it takes no more tokens."""
 
     __slots__ = ("is_forgotten", "is_used", "tokens")
 
@@ -265,7 +266,7 @@ class PastOutput:
 class HistoryBudget:
     """A limit on the number of tokens that several histories hold together.
 
-    When it is exceeded, the history with the largest product of size and idle time forgets answers first.
+    While it is exceeded, answers are evicted from the history with the largest product of size and idle time.
     """
 
     def __init__(self, capacity: int = _CAPACITY) -> None:
@@ -275,7 +276,7 @@ class HistoryBudget:
         self._last: dict[OutputHistory, int] = {}  # when each history grew last
 
     def take(self, history: OutputHistory, num_tokens: int) -> None:
-        """Count `num_tokens` new tokens of `history`, and make histories forget answers while over the limit."""
+        """Add `num_tokens` new tokens of `history` to the total; while the total exceeds the limit, evict answers."""
         self._now += 1
         self._last[history] = self._now
         self._num_tokens += num_tokens
@@ -300,13 +301,13 @@ class OutputHistory:
         self.num_tokens = 0
 
     def begin(self) -> PastOutput:
-        """Return a new, empty answer to pass to `add`; the history keeps it from its first token on."""
+        """Return a new, empty answer to pass to `add`; it joins the history when it gets its first token."""
         return PastOutput()
 
     def add(self, answer: PastOutput, tokens: Sequence[int]) -> None:
-        """Append tokens to an answer and index them; do nothing if the answer was forgotten.
+        """Append tokens to an answer and index them; do nothing if the answer was evicted.
 
-        If the histories that share the limit then hold too many tokens, they forget answers.
+        If the histories that share the limit then hold too many tokens, old answers are evicted.
         """
         if answer.is_forgotten or not tokens:
             return
@@ -340,7 +341,7 @@ class OutputHistory:
         return [], 0
 
     def forget_oldest(self) -> int:
-        """Forget the oldest answer and return its number of tokens.
+        """Evict the oldest answer and return its number of tokens.
 
         If `continuation` has marked it as used, remove the mark, keep the answer as the newest one and return 0.
         """

@@ -1,8 +1,8 @@
 """A node of the draft tree, and how its children are drawn: for exact match or for rejection sampling.
 
 Rejection sampling has two forms. `RejectionPicker` draws for an unmodified engine, which tests one sampled token at a
-position. `WithoutReplacementPicker` draws as in the paper, for reference: several tokens at a position, sampled without
-replacement and tested in turn.
+position. `WithoutReplacementPicker` draws as in the SpecBranch paper, for reference: several tokens at a position,
+sampled without replacement and tested one after another.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ First = tuple[int, Distribution | None]  # a token, and the distribution that it
 
 
 class TokenOutcome(Enum):
-    """What became of a drafted token: it was committed, or rolled back for one of three causes."""
+    """The outcome of a drafted token: it was committed, or rolled back for one of three causes."""
 
     USED = "used"  # a verdict committed it
     REJECTED = "rejected"  # submitted and refused
@@ -39,7 +39,7 @@ class TokenOutcome(Enum):
 class Node:
     """One drafted token in the draft tree. `position` is its index in the whole sequence, prompt included.
 
-    A node is run when the draft model computes the distribution of the token after it.
+    To run a node means to compute the draft model's distribution of the token after it.
     """
 
     token: int
@@ -76,7 +76,7 @@ class Node:
 
 
 class TokenPicker(Protocol):
-    """Interface of drawing: implementers choose, one at a time, the tokens to draft after a node that was run."""
+    """Interface for choosing, one at a time, the draft tokens that follow a node whose distribution is known."""
 
     def first(self, node: Node, is_tested: bool) -> First | None:
         """Draw the token to submit after a node, and return it with the distribution it was sampled from, if any.
@@ -106,9 +106,9 @@ class GreedyPicker:
 
 
 class WithoutReplacementPicker:
-    """Samples tokens without replacement, as the paper's form of rejection sampling requires.
+    """Samples tokens without replacement, as the SpecBranch paper's rejection sampling requires.
 
-    The output is exact only if the top-k is the whole distribution. `chance` is the source of randomness.
+    The output is exact only if the draft's top-k is its whole distribution. `chance` is the source of randomness.
     """
 
     def __init__(self, chance: RandomSource) -> None:
@@ -130,9 +130,9 @@ class WithoutReplacementPicker:
 
 
 class RejectionPicker(GreedyPicker):
-    """Samples the token to submit where a sampled token is accepted more often than the likeliest token.
+    """Samples the token to submit, if a sampled token is more likely to be accepted than the likeliest token.
 
-    Elsewhere, and for further tokens, it takes the likeliest token left. Whether to sample depends on the distribution
+    Otherwise, and for further tokens, it takes the likeliest token left. Whether to sample depends on the distribution
     and on the `calibration`, never on the token. `shape` turns the draft's distribution into the one to sample from;
     `pick` draws an index from the probabilities after a node.
     """

@@ -149,7 +149,7 @@ class Planner(ABC, Generic[S]):
     def submit_after(self, round: Round, start: Node) -> Sequence[Node] | None:
         """Return the chain that `submit` would return if the next verdict committed the tokens up to `start`.
 
-        Return None if the planner cannot know the chain in advance. A target that gets its draft in advance need not
+        Return None if the planner cannot know the chain before the verdict. A target with a prefetched draft need not
         wait for a reply.
         """
         return None

@@ -110,7 +110,7 @@ class Stats(RollbackCounts):
 
     @property
     def hit_rate(self) -> float:
-        """Share of verdicts whose last token was in the draft tree and had been run. 0 before the first verdict."""
+        """Share of verdicts after which the draft had already computed its distribution; 0 before the first verdict."""
         return self.hits / self.rounds if self.rounds else 0.0
 
     @property
@@ -125,7 +125,7 @@ class Stats(RollbackCounts):
 
     @property
     def rows_per_round(self) -> float:
-        """Draft rows run per verdict."""
+        """Draft rows per verdict; each row computes one distribution."""
         return self.rows / self.rounds if self.rounds else 0.0
 
     @property

@@ -26,7 +26,7 @@ _CHUNK_DIVISOR = 4  # divides the prefill chunk of a step in which other session
 
 @dataclass(slots=True, kw_only=True)
 class RowRequest(Generic[K]):
-    """The nodes that one session wants to run in the next step, and those of them that `select_rows` chooses."""
+    """The nodes after which one session needs distributions from the next step, and those that `select_rows` grants."""
 
     session: K
     nodes: Sequence[Node]
@@ -61,7 +61,7 @@ def request_rows(
     tenant: Hashable = None,
     num_read: float = 0.0,
 ) -> RowRequest[K]:
-    """Return a session's request to run `nodes` of its draft tree, each with its path probability as priority.
+    """Return a session's request to compute the distributions after `nodes`, prioritized by their path probabilities.
 
     `is_awaited`: a target waits for the session; this adds 1 to each priority. `num_unread` is the number of committed
     tokens that the draft has not prefilled yet. `num_read` is the number of tokens prefilled for `tenant`, the owner of

@@ -98,9 +98,9 @@ class Session:
         return self._sampling is not None
 
     def set_sampling(self, sampling: RequestSampling | None) -> None:
-        """Set how further draft tokens are drawn: sampled as the target samples, for rejection sampling.
+        """Sample further draft tokens with the request's sampling parameters, for verification by rejection sampling.
 
-        With None the likeliest tokens are proposed, for exact match.
+        With None, propose the likeliest tokens, for verification by exact match.
         """
         if sampling != self._sampling:
             self._sampling = sampling
@@ -110,7 +110,7 @@ class Session:
         """Add no more tokens of this sequence to the history, and let its verdicts update only its own calibration.
 
         So its tokens and verdicts no longer change the drafts of other sequences. This is for a request whose random
-        numbers may come again, such as one with a seed: a draft must not depend on the numbers that will test it. The
+        numbers may recur, such as one with a seed: a draft must not depend on the numbers that will test it. The
         sequence still uses the history, and its calibration starts as a copy of the shared one.
         """
         if not self._is_secluded:
@@ -134,8 +134,8 @@ class Session:
     def drafts_by_verdict(self, count: int) -> list[tuple[list[int], Sequence[Node]]]:
         """Return, for each likely next verdict, the tokens that it commits and the chain to submit after it.
 
-        These are at most the `count` likeliest verdicts. A verdict is left out if the planner cannot decide in advance,
-        or would submit no token.
+        These are at most the `count` likeliest verdicts. A verdict is left out if the planner cannot choose the chain
+        before the verdict comes, or would submit no token.
         """
         drafts: list[tuple[list[int], Sequence[Node]]] = []
         for node in likely_verdicts(self.round.tree, count, _MIN_PROB):
@@ -145,7 +145,7 @@ class Session:
         return drafts
 
     def mark_submitted(self, tokens: Sequence[int]) -> None:
-        """Submit the nodes of prefetched tokens, up to the first token that is not in the draft tree.
+        """Mark the nodes of prefetched tokens as submitted, up to the first token that is not in the draft tree.
 
         Do nothing if this round has a submission already.
         """
@@ -171,12 +171,12 @@ class Session:
         self.skip_round()
 
     def rows(self) -> Sequence[Node]:
-        """Count rolled-back tokens, and return the nodes that the draft should run next, most valuable first."""
+        """Count rolled-back tokens, and return the nodes whose distributions to compute next, most valuable first."""
         self.count_rollback()
         return self._planner.rows_to_run(self.round)
 
     def add_distribution(self, node: Node, distribution: Distribution) -> None:
-        """Set the distribution after a node that was run, and count the row; the node may be rolled back already."""
+        """Store the distribution computed for the token after `node`, even if it was rolled back; count one row."""
         self.round.tree.set_distribution(node, distribution)
         self.stats.rows += 1
 

@@ -31,7 +31,7 @@ _TAIL = 8  # tokens that must still be the same, in case an engine uses a name t
 
 @dataclass(slots=True)
 class TextCounts:
-    """Counters of text drafts: how many were made, their tokens, how many of these were right, and our own faults."""
+    """Counters of text drafts: how many were made, their tokens, how many of these were right, and internal errors."""
 
     text_drafts: int = 0
     text_tokens: int = 0
@@ -44,10 +44,10 @@ class TextCounts:
 
 
 class TextDrafter:
-    """Drafts from the text for the sequences of one target, known by their names. No call raises.
+    """Drafts by n-gram lookup for the sequences of one target, which are identified by names. No call raises.
 
     `on_fault` is called in the handler of the first exception. Of more than `max_sequences` sequences the least
-    recently used is forgotten.
+    recently used is evicted.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class TextDrafter:
             self._count_fault()
 
     def forget(self, names: Iterable[str]) -> None:
-        """Forget these sequences; their answers stay in the history, from which later sequences are drafted."""
+        """Discard the sessions of these sequences; their answers stay in the history, as a source of later drafts."""
         for name in names:
             self._sessions.pop(name, None)
 
@@ -130,7 +130,7 @@ class TextDrafter:
 
 
 def make_text_drafter(planner: str, settings: Mapping[str, Any], on_fault: Callable[[], object]) -> TextDrafter | None:
-    """Return a drafter with the settings of a planner; None if the planner makes no drafts from text.
+    """Return a text drafter with the settings of a planner; None if the planner makes no n-gram drafts.
 
     Raise `SettingError` for an unknown planner or an invalid value.
     """
@@ -139,7 +139,7 @@ def make_text_drafter(planner: str, settings: Mapping[str, Any], on_fault: Calla
 
 
 def drafts_from_text(planner: Planner[Any]) -> bool:
-    """Return whether a planner makes drafts from text: only `budget` does, unless its settings switch them off."""
+    """Return whether a planner makes n-gram drafts: only `budget` does, unless its settings switch them off."""
     return type(planner) is BudgetPlanner and (planner.settings.uses_text or planner.settings.uses_memory)
 
 

@@ -1,8 +1,8 @@
 """The draft tree of one sequence: grow it, submit a chain of it, commit a verdict, count the rolled-back tokens.
 
-The root is the last committed token. A node's distribution becomes known when the draft has run the node; only then can
-tokens be drawn after it. Nodes are found by their tokens: those of a verdict lead to the new root, and every branch
-below it survives with its distributions. The tree knows nothing of planners, engines or time.
+The root is the last committed token. Tokens are drawn after a node once its distribution is known, which the draft
+model computes when it runs the node. Nodes are found by their tokens: those of a verdict lead to the new root, and
+every branch below it survives with its distributions. The tree knows nothing of planners, engines or time.
 
 Each node is created once and its outcome is set once, so the work in total is linear in the number of drafted tokens.
 """
@@ -53,8 +53,8 @@ class Tree:
     def grow(self, node: Node, min_prob: float = 0.0) -> bool:
         """Draw one more child of a node, and return whether one was drawn.
 
-        No child is drawn in three cases: the distribution after the node is unknown, because the node was not run; all
-        tokens of its top-k are drawn; or all tokens not drawn yet have a total probability below `min_prob`.
+        No child is drawn in three cases: the draft model has not computed the distribution after the node; all tokens
+        of its top-k are drawn; or all tokens not drawn yet have a total probability below `min_prob`.
         """
         distribution, children = node.distribution, node.children
         if distribution is None:
@@ -78,8 +78,9 @@ class Tree:
     def chain(self, start: Node, length: int, has_guesses: bool = True) -> list[Node]:
         """Return the chain of first children below `start`, at most `length` nodes, and draw them if needed.
 
-        If the chain is shorter, its last node (or `start`) must be run before it can grow. With `has_guesses` the chain
-        includes guessed nodes below a node that was not run; otherwise it ends at such a node.
+        If the chain is shorter, it can grow only once the distribution after its last node (or `start`) is computed.
+        With `has_guesses` the chain includes guessed nodes below a node without a distribution; otherwise it ends at
+        such a node.
         """
         chain: list[Node] = []
         node = start
@@ -93,7 +94,7 @@ class Tree:
         return chain
 
     def next_unrun(self, start: Node, length: int) -> Node | None:
-        """Return the node to run next so that the chain below `start` can grow to `length` tokens.
+        """Return the node whose distribution is needed next for the chain below `start` to grow to `length` tokens.
 
         Return None if the chain has `length` tokens already, or if the distribution at its end has no token to draw.
         """
@@ -115,7 +116,7 @@ class Tree:
     def distributions(self, tokens: Sequence[int]) -> list[Distribution | None]:
         """Return the draft's distribution at the position of each of `tokens`, which follow the root.
 
-        An entry is None if the draft was not run for that position, or if the tokens before it were not drafted.
+        An entry is None if that distribution was not computed, or if the tokens before it were not drafted.
         """
         nodes = [self.root, *self.find(tokens)]
         found = [node.distribution for node in nodes[: len(tokens)]]
@@ -126,7 +127,7 @@ class Tree:
         return math.exp(node.log_prob - (start or self.root).log_prob)
 
     def add_guess(self, parent: Node, token: int, grounds: Grounds) -> Node:
-        """Add a guessed token as a child of `parent`, a node that was not run, and return the new or existing child.
+        """Add a guessed token below `parent`, a node without a distribution, and return the new or existing child.
 
         `grounds` are its source and matched context length, by which its probability is learned. A guess is not sampled
         from a distribution: the target must verify such tokens by exact match, which is exact for any proposed token.
@@ -138,7 +139,7 @@ class Tree:
         return child
 
     def set_distribution(self, node: Node, distribution: Distribution) -> None:
-        """Set the distribution after a node that was run.
+        """Store the distribution that the draft model computed for the token after a node.
 
         If guesses are below the node, also draw its child to submit, and update the probabilities of the guesses.
         """
@@ -322,7 +323,7 @@ class RollbackCounts:
 
 @dataclass(frozen=True, slots=True)
 class DiscardedBranches:
-    """The branches that one verdict discarded: the nodes below `old`, except those on the way to and below `root`."""
+    """The branches that one verdict discarded: the nodes below `old` except those above or below the new `root`."""
 
     old: Node
     root: Node

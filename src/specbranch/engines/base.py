@@ -37,10 +37,10 @@ class EngineInfo:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """Tokens to append to one handle, at least one. Each of the last `num_outputs` yields a distribution.
+    """Tokens to append to one handle, at least one. The row yields a distribution after each of its last `num_outputs`.
 
-    With more than one output, the row ends with n-gram guesses: each distribution but the last shows whether the
-    guess after it is right.
+    With more than one output, the row ends with n-gram guesses: each distribution but the last shows whether the guess
+    after it is right.
     """
 
     handle: int

@@ -65,7 +65,7 @@ class SlotAllocator:
         return len(self._held)
 
     def session(self, handle: int) -> SlotRegion:
-        """Return the region that a handle belongs to."""
+        """Return the region of a handle's session: the range of cells that the handle shares with its forks."""
         return self._held[handle].session
 
     def path(self, handle: int) -> SlotIds:

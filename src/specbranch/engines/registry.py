@@ -15,7 +15,7 @@ from functools import cache
 from specbranch.engines.base import DraftEngine, EngineOptions
 from specbranch.engines.models import local_model
 from specbranch.errors import EngineError
-from specbranch.extensions import check_extra, has_entry_point
+from specbranch.extensions import check_extra, iter_entry_points
 
 log = logging.getLogger(__name__)
 
@@ -120,7 +120,7 @@ def _opener(name: str) -> Opener:
 def _discover() -> dict[str, str]:
     """Register the engines of installed packages, once; return the failures, as messages by engine name."""
     broken: dict[str, str] = {}
-    for package, point in has_entry_point(GROUP):
+    for package, point in iter_entry_points(GROUP):
         try:
             register_engine(point.name, point.load())
         except Exception as error:  # code of another package can raise anything

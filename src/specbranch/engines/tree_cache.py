@@ -1,9 +1,9 @@
 """Map the nodes of one draft tree to the engine handles whose caches hold them.
 
-A handle is identified by its tip, the last node fed to it. A node whose parent is the tip of a free handle extends that
-handle; any other node needs a fork. After a verdict, handles whose tips are neither the new root nor below it are
-closed. If that would close all handles, the one that shares most tokens with the committed sequence is truncated to
-these tokens and kept as the trunk, which is then fed up to the root, one chunk at a time.
+A handle is identified by its tip, the last node whose token it holds. A node whose parent is the tip of a free handle
+extends that handle; any other node needs a fork. After a verdict, handles whose tips are neither the new root nor below
+it are closed. If that would close all handles, the one that shares most tokens with the committed sequence is truncated
+to these tokens and kept as the trunk, which then prefills the tokens up to the root, one chunk at a time.
 
 Of a long sequence a handle may hold a window only: the first few tokens and the last ones, so that drafting can begin
 before all of it was prefilled. A draft model sees the window as if the tokens between were not there.
@@ -41,7 +41,7 @@ class EngineRow:
 
 
 class TreeCache:
-    """Keeps one session's draft tree in the caches of engine handles, and builds the rows that run its nodes.
+    """Keeps one session's draft tree in the caches of engine handles, and builds the rows that compute distributions.
 
     Call `close` after a failed step; the object stays usable, and its next rows prefill the sequence again. With a
     `window`, a new prefill takes only the first 16 and the last `window` committed tokens.
@@ -60,7 +60,7 @@ class TreeCache:
         return len(self._tips) + (self._trunk is not None)
 
     def num_unprefilled(self, tree: Tree) -> int:
-        """Return how many committed tokens are left to prefill; 0 after a handle has been fed up to the root."""
+        """Return how many committed tokens are left to prefill; 0 once a first prefill has reached the root."""
         if self._tips:
             return 0  # after a miss only a few tokens are missing
         length = tree.root.position + 1
@@ -73,12 +73,12 @@ class TreeCache:
         nodes: Sequence[Node],
         prefill_chunk: int = 1 << 30,
     ) -> list[EngineRow]:
-        """Return engine rows that run `nodes` in their order; open, fork and close handles as needed.
+        """Return engine rows for the distributions after `nodes`, in their order; open, fork and close handles for it.
 
         The rows end before the first node for which the engine has no free handle. As long as no handle holds the root,
         only the root and a chain of `nodes` right below it are run, and in a chunk that ends before the root no node.
-        `tokens` is the committed sequence, of which a row feeds at most `prefill_chunk` tokens. If a node is followed
-        by a child of it in `nodes`, the first such child runs in the same row.
+        `tokens` is the committed sequence, of which a row prefills at most `prefill_chunk` tokens. If a node is
+        followed by a child of it in `nodes`, the first such child runs in the same row.
         """
         self._reattach(tokens, tree)
         if nodes and not self._tips:
@@ -142,7 +142,7 @@ class TreeCache:
         self._trunk = None
 
     def _feed_root(self, tokens: Sequence[int], root: Node, prefill_chunk: int) -> EngineRow:
-        """Return a row that feeds committed tokens up to the root, or as many of them as `prefill_chunk` allows."""
+        """Return a row that prefills committed tokens up to the root, or as many of them as `prefill_chunk` allows."""
         first: Sequence[int] = ()
         if self._trunk is None:
             handle, start, held = self._engine.open(), 0, 0

@@ -268,8 +268,8 @@ class Reply:
         return f"{self.text!r} ({self.finish_reason})"
 
     @property
-    def surprise(self) -> float:
-        """The log-probability of the whole text: the sum over its tokens. Strictly, the surprise is its negative."""
+    def total_logprob(self) -> float:
+        """The log-probability of the whole text: the sum of the log-probabilities of its tokens."""
         return sum(likely[token] for token, likely in zip(self.tokens, self.logprobs, strict=True))
 
 

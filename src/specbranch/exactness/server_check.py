@@ -89,8 +89,8 @@ class ServerApi(Protocol):
 class CompareOptions:
     """The options of a comparison of two servers; at most `at_once` requests are sent at a time.
 
-    `alpha` is the probability of a false alarm in the whole report. A greedy answer may differ at a token that the
-    reference preferred by at most `tie`, a difference of log-probabilities.
+    `alpha` is the probability of a false alarm in the whole report. A greedy answer may differ at a token whose
+    log-probability, according to the reference, is at most `tie` below that of the reference's own token.
     """
 
     size: CheckSize = FULL

@@ -66,10 +66,10 @@ class Sampled:
 
 @dataclass(frozen=True, slots=True)
 class _Difference:
-    """A greedy answer that differs from the answer with which it is compared, both to the prompt at `index`.
+    """Two different greedy answers to the prompt at `index`, the second of which is compared with the first.
 
-    From the index `character` on, where the texts differ first, the text is `became` instead of `was`. `parting` is the
-    token where the answers differ; None if it is not known.
+    They first differ at the index `character`: there the first continues with `was`, the second with `became`.
+    `parting` is the token where they differ; None if it is not known.
     """
 
     index: int
@@ -114,7 +114,7 @@ def greedy_together(greedy: Greedy, at_once: int, tie: float) -> Finding:
 def same_distribution(samples: Sequence[Sampled], alpha: float, rng: np.random.Generator) -> list[Finding]:
     """Return findings on whether both servers sample from one distribution: one for each feature, one for all together.
 
-    The probability of any false alarm is at most `alpha`. If all answers to a feature have log-probabilities, the means
+    The family-wise false-alarm rate is at most `alpha`. If all answers to a feature have log-probabilities, the means
     of the answers' log-probabilities are compared, else the distributions of the answers themselves.
     """
     *compared, together = compare_all([_pair(one) for one in samples], alpha, rng, together=True)
@@ -259,7 +259,7 @@ def _outcome(chosen: Reply, replies: Sequence[Reply]) -> str:
 
 
 def _surprises(answers: Answers) -> list[float]:
-    return [sum(reply.surprise for reply in replies) for replies in answers]
+    return [sum(reply.total_logprob for reply in replies) for replies in answers]
 
 
 def _distribution_finding(name: str, n: int, compared: Compared, alpha: float, drafts: DraftCounts | None) -> Finding:
@@ -298,7 +298,7 @@ class TokenDivergence:
 
 
 def find_divergence(reference: Reply, other: Reply) -> TokenDivergence | None:
-    """Return the token where the other text departs from the reference's; None if no reported token explains that.
+    """Return the token where the other text diverges from the reference's; None if no reported token explains that.
 
     Only the reference needs log-probabilities. The tokens of the other text are not known, and one token can be a
     prefix of another, so there may be several explanations: the token with the smallest gap is returned.

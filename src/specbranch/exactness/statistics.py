@@ -25,7 +25,7 @@ _RARE = 5  # values with a lower count in both samples together are merged into 
 
 @dataclass(frozen=True, slots=True)
 class Test:
-    """The result of a test: p-value, statistic, and the least statistic that is significant at the requested level."""
+    """The result of a test: p-value, statistic, and critical value (the least statistic that is significant)."""
 
     p_value: float
     statistic: float
@@ -54,9 +54,9 @@ class Outcomes:
     others: Sequence[Hashable]
 
     def compared(self, level: float, rng: np.random.Generator) -> Compared:
-        """Test at significance `level` whether both samples follow one distribution, and return the result.
+        """Test at significance `level` whether both samples follow the same distribution, and return the result.
 
-        Its p-value is not corrected for the number of tests.
+        The result's p-value is not corrected for the number of tests.
         """
         ones, others = count_pairs(self.ones, self.others)
         test = compare_counts(ones, others, level, rng)
@@ -72,9 +72,9 @@ class LogprobMeans:
     others: Sequence[float]
 
     def compared(self, level: float, rng: np.random.Generator) -> Compared:
-        """Test at significance `level` whether both samples have one mean, and return the result.
+        """Test at significance `level` whether both samples have the same mean, and return the result.
 
-        Its p-value is not corrected for the number of tests.
+        The result's p-value is not corrected for the number of tests.
         """
         test = compare_means(np.array(self.ones), np.array(self.others), level, rng)
         return Compared("mean log-probability of a sample", test, test.p_value)
@@ -83,10 +83,10 @@ class LogprobMeans:
 def compare_all(
     pairs: Sequence[Outcomes | LogprobMeans], alpha: float, rng: np.random.Generator, together: bool = False
 ) -> list[Compared]:
-    """Test each pair of samples and return the results in order; any false alarm has probability `alpha` at most.
+    """Test each pair of samples and return the results in the order of the pairs, with corrected p-values.
 
-    `together` adds a last test of all pairs, which must then be independent of each other: a shift that is too small
-    for the test of one pair can show in the tests of many pairs.
+    The family-wise false-alarm rate is at most `alpha`. `together` adds a last test of all pairs, which must then be
+    independent of each other: a shift that is too small for the test of one pair can show in the tests of many pairs.
     """
     level = alpha / (len(pairs) + together)
     tested = [pair.compared(level, rng) for pair in pairs]
@@ -125,7 +125,7 @@ def chi_square(ones: Ints, others: Ints) -> Floats:
 
 
 def compare_counts(ones: Ints, others: Ints, level: float, rng: np.random.Generator) -> Test:
-    """Test at significance `level` whether two samples come from one distribution, and return the result.
+    """Test at significance `level` whether two samples come from the same distribution, and return the result.
 
     `ones` and `others` have the count of each value in the two samples. The statistic is chi-square. It is compared
     with the statistics of random permutations, or with those of all possible tables of counts if these are few.
@@ -143,7 +143,7 @@ def compare_counts(ones: Ints, others: Ints, level: float, rng: np.random.Genera
 
 
 def compare_means(ones: Floats, others: Floats, level: float, rng: np.random.Generator) -> Test:
-    """Test at significance `level` whether two samples of numbers come from one distribution, and return the result.
+    """Test at significance `level` whether two samples of numbers come from the same distribution; return the result.
 
     The statistic is the distance of the means; it is compared with the distances after random permutations.
     """
@@ -170,7 +170,7 @@ def draws_for(level: float) -> int:
 def holm(p_values: Sequence[float]) -> list[float]:
     """Return p-values adjusted for the number of tests (Holm 1979).
 
-    If the null hypothesis of every test with an adjusted p-value of at most x is rejected, P(any false alarm) <= x.
+    Rejecting every null hypothesis with an adjusted p-value of at most x has a family-wise error rate of at most x.
     """
     order = sorted(range(len(p_values)), key=lambda index: p_values[index])
     adjusted, largest = [0.0] * len(p_values), 0.0
@@ -197,8 +197,8 @@ def detectable_shift(ones: Ints, others: Ints, critical: float, rng: np.random.G
     """Return the least total-variation distance that `compare_counts` detects with this power; 1.0 if it detects none.
 
     The distance is simulated, in steps of 0.01, for the pooled distribution and for the shift that is hardest to
-    detect: mass moved evenly from one half of the distribution to the other half. `critical` is the smallest statistic
-    that is significant.
+    detect: mass moved evenly from one half of the distribution to the other half. `critical` is the critical value of
+    the statistic.
     """
     distribution = (ones + others) / (ones + others).sum()
     sizes = int(ones.sum()), int(others.sum())

@@ -160,8 +160,8 @@ def same_distribution(
 ) -> list[Finding]:
     """Return findings on whether outputs with the proposer follow the distribution of bare vLLM.
 
-    Each of `features` is a name, the run of bare vLLM, and the run with the proposer. The probability of any false
-    alarm is at most `alpha`.
+    Each of `features` is a name, the run of bare vLLM, and the run with the proposer. The family-wise false-alarm rate
+    is at most `alpha`.
     """
     named: list[tuple[str, DecodeResult, Outcomes | LogprobMeans]] = []
     for name, bare, other in features:

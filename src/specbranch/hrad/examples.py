@@ -106,12 +106,12 @@ class Examples:
 
 
 def split_of(prompt: int) -> str:
-    """Return the split, one of `SPLITS`, that a prompt belongs to; `prompt` is its hash."""
+    """Return the split, one of `SPLITS`, that a prompt belongs to; `prompt` is the hash of its text."""
     return _SPLIT_OF[prompt % len(_SPLIT_OF)]
 
 
 def name_of(text: str) -> int:
-    """Return the hash of a prompt's text, which is the same in every collection."""
+    """Return the name of a prompt: a hash of its text, which is the same in every collection."""
     return zlib.crc32(text.encode())
 
 
@@ -380,7 +380,7 @@ def end_ids(target: Any, tokenizer: Any) -> set[int]:
 
 
 def _read_over(draft: Any, group: Sequence[PromptTokens], said: Sequence[_TargetAnswer], device: str) -> list[Answer]:
-    """Run the draft over the target's answers, and return these with the draft's distribution for every token."""
+    """Run the draft over the target's answers, and return the answers with the draft's distribution for each token."""
     import torch
 
     answers = []

@@ -36,7 +36,7 @@ class HradError(SpecBranchError, ValueError):
 
 
 class HradCard(msgspec.Struct, frozen=True):
-    """What a predictor was trained for: the pair of models, the target's hidden states, the length of a window.
+    """The metadata of a predictor: the pair of models, the input and the window for which it was trained.
 
     It was trained on `positions` examples, by the code of `commit`.
     """
@@ -117,7 +117,10 @@ def _hidden(tensors: Mapping[str, _Array], inputs: _Array, product: Callable[[_A
 
 
 def read_hrad_card(directory: Path) -> HradCard:
-    """Read and return the card of the predictor in a directory; raise `HradError`, which says what to do, if wrong."""
+    """Read and return the card (the metadata file) of the predictor in `directory`.
+
+    Raise `HradError`, which says what to do, if the card is missing or invalid.
+    """
     try:
         card = msgspec.json.decode((directory / CARD).read_bytes(), type=HradCard)
     except OSError as error:

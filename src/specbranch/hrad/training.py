@@ -33,9 +33,9 @@ class FitOptions:
     """The options of the network and of its training.
 
     `window` is the number of draft tokens that a prediction is about, `hidden` the lengths of the two hidden layers.
-    Training uses only the `rank` directions in which features vary most, as thousands of inputs overfit. It stops after
-    `patience` epochs without improvement. `rate` is the learning rate, `decay` the weight decay. With `balance` 1 all
-    classes have equal weight, with 0 each has the weight of its frequency.
+    Training uses only the first `rank` principal components of the features, as thousands of inputs overfit. It stops
+    after `patience` epochs without improvement. `rate` is the learning rate, `decay` the weight decay. With `balance` 1
+    all classes have equal weight, with 0 each has the weight of its frequency.
     """
 
     window: int
@@ -165,9 +165,9 @@ class _Whitening:
 
 
 def _fit_whitening(examples: Examples, inputs: Inputs, rank: int, most: int = 20_000) -> _Whitening:
-    """Fit a whitening to at most `most` sampled examples, with at most `rank` directions for features; return it.
+    """Fit a whitening to at most `most` sampled examples, with at most `rank` principal components; return it.
 
-    Inputs from the draft's distribution are not projected.
+    Only the target's features are projected to principal components, not inputs from the draft's distribution.
     """
     import torch
 

@@ -156,7 +156,7 @@ class Child:
         return self._log_file.read_text(errors="replace")[-_TAIL_LEN:].strip() if self._log_file else ""
 
     def stop(self, grace_s: float) -> None:
-        """Send SIGTERM to the child, wait up to `grace_s` seconds until it ends, then `kill` what is left of it."""
+        """Send SIGTERM to the child, wait up to `grace_s` seconds until it ends, then call `kill`."""
         if self.is_running:
             self._process.send_signal(signal.SIGTERM)
             self._process.send_signal(signal.SIGCONT)  # a suspended process cannot end
@@ -178,7 +178,7 @@ class Child:
 
 
 class Idleness:
-    """Measures how long a child has been idle: used at most 0.2 s of processor time and transferred at most 1 MiB."""
+    """Measures for how long a child has used at most 0.2 s of processor time and transferred at most 1 MiB."""
 
     def __init__(self, child: Child) -> None:
         self._child = child

@@ -108,7 +108,7 @@ def place_pair(
 ) -> PairPlacement:
     """Choose the draft's device, and divide the cores of this process between target and draft.
 
-    `draft.device` is what the user wrote, such as `auto`; `target_cores` and `draft_cores` are the values of
+    `draft.device` is the value that the user gave, such as `auto`; `target_cores` and `draft_cores` are the values of
     `--target-cores` and `--draft-cores`. With `lends`, a target that runs on the CPU in one process gets the draft's
     cores too, unless the user named cores, and lends them to the draft.
     """

@@ -100,7 +100,10 @@ class VllmServeCommand:
         return [_MEMORY, f"{share:.2f}"] if share >= _MIN_SHARE else []
 
     def _with_proposer(self, settings: ProposerSettings) -> tuple[list[str], Flags]:
-        """Return the flags that load our proposer, and the user's without `--additional-config`, which ours include."""
+        """Return two groups of flags: ours, which load the proposer, and the remaining flags of the user.
+
+        The user's `--additional-config` is merged into ours.
+        """
         table, rest = self.flags.take_json("--additional-config")
         ours = proposer_arguments(settings, self.num_speculative_tokens)
         speculative, additional = ours["speculative_config"], {**table, **ours["additional_config"]}
@@ -154,7 +157,7 @@ class VllmServer:
         return self._stages.is_up
 
     def clear_failures(self) -> None:
-        """Forget the errors that the server has logged so far, so that `cause` reports only later ones."""
+        """Discard the errors that the server has logged so far, so that `cause` reports only later ones."""
         self._failure = FailureParser()
 
     def cause(self) -> str:

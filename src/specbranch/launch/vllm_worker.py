@@ -233,8 +233,8 @@ class DecodedOutput(msgspec.Struct, kw_only=True):
     """The output of one request; it grows while the request is decoded.
 
     `steps` has for each engine step that extended the output the seconds since the start of the run and the number of
-    tokens; `texts` has the text of each step. `logprobs` has what vLLM reported for each token, and is empty if the
-    request did not ask for any.
+    tokens; `texts` has the text of each step. `logprobs` has the log-probabilities that vLLM reported for each token,
+    and is empty if the request did not ask for any.
     """
 
     prompt: list[int] = []

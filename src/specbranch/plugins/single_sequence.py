@@ -1,4 +1,4 @@
-"""Drafts for an engine that decodes one sequence at a time; if the draft service has none, they come from the text.
+"""Drafts for an engine that decodes one sequence at a time: from the draft service, or else by n-gram lookup.
 
 Such an engine does not say when a sequence begins or ends, nor which draft tokens were accepted; all of this is derived
 from the sequence that each call passes. Sequences that several threads decode at the same time get few drafts.
@@ -24,7 +24,7 @@ class SingleSequenceDrafts:
     """Gets drafts for a target that decodes one sequence at a time. No call raises or exceeds the deadline.
 
     `max_draft_tokens` is the maximum that the target verifies at once; `target` describes its vocabulary. If the
-    settings name no service, all drafts come from the text.
+    settings name no service, all drafts come from n-gram lookup in the text.
     """
 
     def __init__(self, settings: DraftSettings, max_draft_tokens: int, target: VocabFingerprint) -> None:

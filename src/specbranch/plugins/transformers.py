@@ -162,7 +162,7 @@ class _WithCandidates:
 def _obstacle(
     model: Any, input_ids: torch.Tensor, cache: Any, logits_processor: Any, stopping_criteria: Any
 ) -> str | None:
-    """Return what prevents drafting for a sequence, in words for a warning; None if nothing does."""
+    """Return a phrase for a warning that names the obstacle to drafting for a sequence; None if there is none."""
     if len(input_ids) != 1:
         return "several texts at once"
     if model.config.is_encoder_decoder or model._is_stateful:

@@ -39,13 +39,13 @@ class DraftLane(Protocol):
     row_limit: int
 
     def run(self, rows: Sequence[tuple[Session, Node]]) -> tuple[list[Distribution], float]:
-        """Run these nodes in one draft step; return the distribution after each node, and the step's virtual time."""
+        """Compute the distributions after these nodes in one draft step; return them, and the step's virtual time."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class DraftStep:
-    """A finished step of the draft: when it began and ended, and the nodes that it ran."""
+    """A finished step of the draft: when it began and ended, and the nodes after which it computed distributions."""
 
     start_s: float
     end_s: float

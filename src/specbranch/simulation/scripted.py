@@ -43,7 +43,7 @@ _MODULUS = (1 << 61) - 1  # a Mersenne prime
 class Script(Protocol):
     """Interface of a scripted model: a language model as a pure function of the sequence, computed token by token.
 
-    A state stands for a sequence.
+    A state represents a sequence.
     """
 
     vocab_len: int
@@ -161,7 +161,7 @@ class ScriptedEngine:
 
 
 class SimulatedDraft:
-    """The draft side of the simulator's loop: runs the nodes of sessions on a draft engine, with given step times."""
+    """The draft side of the simulator's loop: computes distributions on a draft engine, with given step times."""
 
     def __init__(self, engine: DraftEngine, cost: StepCost) -> None:
         self._engine = engine

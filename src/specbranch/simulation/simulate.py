@@ -41,9 +41,9 @@ PREDICTORS = ("confidence", "none", "all", "random", "oracle", "hrad")
 class Layout:
     """The step times of two simulated devices; the unit of time is a draft step of one row.
 
-    `c` is the time of a target step of one token, and so the speed ratio. `row_cost` is the time of each row of a draft
-    step after the first, `token_cost` that of each token of a target step after the first, `entry_cost` the fixed time
-    that a target step with drafts takes in addition. `batch` answers are decoded at once. `sharing` is the number of
+    `c` is the time of a target step of one token; in this unit it is the speed ratio. `row_cost` is the time of each
+    row of a draft step after the first, `token_cost` that of each token of a target step after the first, `entry_cost`
+    the fixed time that drafts add to a target step. `batch` answers are decoded at once. `sharing` is the number of
     targets that one draft device serves, all in lockstep; below 1, a target has several draft devices, which divide its
     rows.
     """
@@ -123,8 +123,8 @@ def method_for(
 
     With `as_in_paper`, planner `specbranch` gets the paper's settings. Otherwise it runs as in the service: the target
     does not wait after a miss, and the draft runs only rows that give enough acceptance probability for their time.
-    `has_text`: the trace has real sequences with prompts; without it, guesses from the text are off. `predictor` is one
-    of `PREDICTORS`.
+    `has_text`: the trace has real sequences with prompts; without it, n-gram lookup in the text is off. `predictor` is
+    one of `PREDICTORS`.
     """
     load_planners()
     names = setting_names(planner)

@@ -1,4 +1,4 @@
-"""`specbranch doctor`: show this machine's hardware, software and choices for a draft, and if a pair could start."""
+"""`specbranch doctor`: show hardware, software and the choices for a draft, and check whether a pair could start."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`specbranch generate`: one answer or a chat in the terminal, with drafts of a draft model or from the text."""
+"""`specbranch generate`: one answer or a chat in the terminal, with drafts of a draft model or by n-gram lookup."""
 
 from __future__ import annotations
 
@@ -245,8 +245,8 @@ def _check(options: LocalPairOptions, compare: bool) -> None:
 def _without_drafts(talk: _Talk, prompt: Sequence[int]) -> StreamedAnswer:
     """Switch drafts off, answer the prompt with the loaded target, switch drafts on again, and return the answer.
 
-    A short answer before it warms the target up. A comparison with it is only fair if the target could not use the
-    draft's device.
+    The target first generates a short answer as a warm-up, which is discarded. A comparison with the answer is only
+    fair if the target could not use the draft's device.
     """
     talk.pair.use_planner("none")
     quiet = _Talk(talk.pair, talk.sampling, talk.max_model_len, talk.is_raw, None)

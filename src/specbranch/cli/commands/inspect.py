@@ -130,9 +130,9 @@ def describe_lines(overview: Overview) -> dict[str, str]:
 
 
 def _joined(settings: Mapping[str, str | int], *forms: str) -> str:
-    """Fill the settings into the forms, such as "{cache_tokens} tokens", and return the forms joined by commas.
+    """Fill the settings into the templates `forms`, such as "{cache_tokens} tokens", and return them joined by commas.
 
-    A form whose setting is not reported is left out.
+    A template whose setting is not reported is left out.
     """
     words = {name: f"{value:,}" if isinstance(value, int) else value for name, value in settings.items()}
     return ", ".join(form.format(**words) for form in forms if form.split("{")[1].split("}")[0] in words)

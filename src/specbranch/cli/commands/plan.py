@@ -181,7 +181,7 @@ def _print(console: Console, types: Sequence[TypeForecast], pair: Sequence[str],
 def sentences(types: Sequence[TypeForecast], pair: Sequence[str], chosen: Sequence[str]) -> list[str]:
     """Return sentences on what was measured and what to do; the last one is the command to run.
 
-    `pair` has the command's words for target and draft, and `chosen` its further flags, without --dtype if there are
+    `pair` has the command-line arguments for target and draft, and `chosen` further flags, without --dtype if there are
     several `types`.
     """
     with_drafts, without = fastest(types), fastest_bare(types)

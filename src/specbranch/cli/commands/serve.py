@@ -60,7 +60,8 @@ _KILLED = 130
 class _Plan:
     """All options of the command, before anything starts.
 
-    Without a local or remote draft, drafts come from the text; with `is_bare`, vLLM runs without our proposer.
+    Without a local or remote draft, drafts come from n-gram lookup in the text; with `is_bare`, vLLM runs without our
+    proposer.
     """
 
     target: str
@@ -100,7 +101,7 @@ class _Plan:
 
     @property
     def is_drafting(self) -> bool:
-        """Whether vLLM runs with our proposer: there is a draft, or drafts come from the text."""
+        """Whether vLLM runs with our proposer: there is a draft, or drafts come from n-gram lookup in the text."""
         return not self.is_bare
 
     def settings(self) -> ProposerSettings:
@@ -221,7 +222,7 @@ def _run(plan: _Plan, console: Console) -> int:
 
 
 class _StatusLine:
-    """The terminal output of the command: events, progress and vLLM's log lines; it also measures the start."""
+    """The terminal output of the command: events, progress and vLLM's log lines; it also measures the start-up time."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -298,7 +299,7 @@ def _stop(server: VllmServer, draft: DraftProcess | None) -> int:
 def _await_ready(server: VllmServer, endpoint: HttpEndpoint, status: _StatusLine) -> int | None:
     """Wait until vLLM is ready and return None, or return its exit code if it ends before.
 
-    When it is ready, let its HTTP process use all cores, and forget the errors that it has logged.
+    When it is ready, let its HTTP process use all cores, and discard the errors that it has logged so far.
     """
     while (code := server.returncode) is None:
         if endpoint.is_healthy() or server.is_up:

@@ -146,9 +146,9 @@ def _planner_names(planners: str) -> list[str]:
 
 
 def _window(c: float) -> int:
-    """Return the papers' choice of gamma: tokens that the draft produces in one target step, 1 to `MAX_WINDOW`.
+    """Return gamma as the papers on PEARL and SpecBranch choose it: `c`, rounded and clamped to the valid range.
 
-    `c` is the target's step time divided by the draft's.
+    `c` is the target's step time divided by the draft's. The range is from 1 to `MAX_WINDOW`.
     """
     return min(max(1, round(c)), MAX_WINDOW)
 

@@ -75,7 +75,7 @@ def collect(
     An example has the target's hidden states, and the number of next tokens at which the draft agrees.
     """
     with friendly_errors(UsageError, PromptError, ExamplesError, ImportError, OSError):
-        messages = dict(_messages(text) for text in tasks)
+        messages = dict(_task_prompts(text) for text in tasks)
         options = CollectOptions(
             target,
             draft,
@@ -131,8 +131,8 @@ def fit_command(
             print_json(found.as_json())
 
 
-def _messages(text: str) -> tuple[str, list[str]]:
-    """Return a task and its prompts for a value of `--task`, TASK=FILE:COUNT: COUNT prompts from FILE."""
+def _task_prompts(text: str) -> tuple[str, list[str]]:
+    """Parse a value of `--task`, TASK=FILE:COUNT, and return the task and COUNT prompts from the file."""
     task, _, rest = text.partition("=")
     file, _, count = rest.rpartition(":")
     if not file or not count.isdigit():

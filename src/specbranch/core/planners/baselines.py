@@ -72,10 +72,10 @@ class SpsPlanner(Planner[SpsSettings]):
 class AdaedlSettings(Settings):
     """Settings of `AdaedlPlanner`. `gamma`: the longest submission. `eta`: the factor of the entropy in the bound.
 
-    `threshold`: a draft ends where the acceptance bound is below it; this is its initial value. After each submission
-    it is averaged with a value that is higher by `threshold_step` if the average acceptance is below `acceptance_goal`,
-    else lower.
-    `acceptance_memory` and `threshold_memory` are the weights of the old values in these two averages.
+    `threshold`: the initial threshold; a draft ends where the acceptance bound is below the threshold. After each
+    submission the threshold rises if the average acceptance is below `acceptance_goal`, and falls otherwise: it is
+    averaged with a value that is `threshold_step` higher or lower. `acceptance_memory` and `threshold_memory` are the
+    weights of the old values in these two averages.
     """
 
     gamma: Window = 10
@@ -123,7 +123,7 @@ class AdaedlPlanner(Planner[AdaedlSettings]):
         self._threshold = _blend(self._threshold, aim, settings.threshold_memory)
 
     def _chain(self, round: Round) -> tuple[list[Node], Node | None]:
-        """Return the chain drafted so far, and the node to run next, None if the chain is complete.
+        """Return the chain drafted so far, and the node whose distribution it needs to grow, None for a complete chain.
 
         A complete chain ends with the first token whose acceptance bound is below the threshold, or has `gamma` tokens.
         """

@@ -1,15 +1,16 @@
 """Budget: run the draft rows that are most likely to be used, whichever verdict they prepare for.
 
-Every drafted or drawable token has a probability to come true: the product, along its path from the last committed
-token, of how often the draft is right there (`core/calibration.py`). A row that runs the token is worth that
-probability, be it after the whole submission, after a rejection half-way, or deep in a branch. So one ranking says
-which verdicts to prepare for and how deep; the measured cost of rows says how many rows to run. If all branches start
-at one position the planner acts like SpecBranch, with fixed probabilities like SSD, and with expensive rows like PEARL.
+The target emits a token of the tree with a probability: the product, along its path from the last committed token, of
+how often the draft is right there (`core/calibration.py`). A row that computes the draft's distribution after the token
+is worth that probability, be it after the whole submission, after a rejection half-way, or deep in a branch. So one
+ranking says which verdicts to prepare for and how deep; the measured cost of rows says how many rows to run. If all
+branches start at one position the planner acts like SpecBranch, with fixed probabilities like SSD, and with expensive
+rows like PEARL.
 
 N-gram guesses are the tokens that followed the same few tokens before, in this sequence or in another answer. If a
-submission ends at a node that the draft has not run, guesses are submitted after it. Guesses below a node that is about
-to run are run in the same step, so that one draft step gives several tokens of depth. Where verifying a token costs the
-target time, tokens that will hardly be accepted are not submitted.
+submission ends at a node whose distribution is not computed yet, guesses are submitted after it. The draft step that
+computes this distribution also computes those after the guesses below the node, so that one step gives several tokens
+of depth. Where verifying a token costs the target time, tokens that will hardly be accepted are not submitted.
 
 With `takes_turns` draft and target never compute at the same time: they share all cores, and each gets all of them in
 its turn. The target waits as long as one more draft token is expected to save more time than its draft step takes.
@@ -39,11 +40,12 @@ class BudgetSettings(Settings):
     """Settings of `BudgetPlanner`. `gamma`: the longest submission. `max_rows`: the most rows of one draft step.
 
     `uses_text`: make n-gram drafts from the sequence's own repetitions. `uses_memory`: make them from past answers of
-    the same target. `run_guesses`: run n-gram drafts through the draft too, in the step of the node before them.
-    `cost_aware`: submit no token whose acceptance probability does not pay for its verification. `min_accept_prob`:
-    submit no token with a lower acceptance probability, even where verification is free; this saves work of the target
-    and costs some speed. `takes_turns`: draft only while the target waits, and let it wait while that pays; for a draft
-    on the target's own cores. `wait_for_draft`: let the target wait for a draft of full length; only for tests.
+    the same target. `run_guesses`: also compute the draft model's distributions after n-gram guesses, in the step that
+    computes the one before them. `cost_aware`: submit no token whose acceptance probability does not pay for its
+    verification. `min_accept_prob`: submit no token with a lower acceptance probability, even where verification is
+    free; this saves work of the target and costs some speed. `takes_turns`: draft only while the target waits, and let
+    it wait while that pays; for a draft on the target's own cores. `wait_for_draft`: let the target wait for a draft of
+    full length; only for tests.
     """
 
     gamma: Window = 15  # with the target's own token a power of two, as kernels like it
@@ -93,9 +95,9 @@ class BudgetPlanner(Planner[BudgetSettings]):
     def submit_after(self, round: Round, start: Node) -> Sequence[Node] | None:
         """Return the chain below `start` that the target should verify once a verdict has ended at `start`.
 
-        The chain ends before the first token that does not pay for its verification; where the draft has not drafted
-        further, n-gram guesses follow. The chain is empty if it would gain less than submitting any draft costs. With
-        `wait_for_draft` or `takes_turns`, return None unless `start` is the root.
+        The chain ends before the first token that does not pay for its verification; after the last token that the
+        draft model proposed, n-gram guesses follow. The chain is empty if it would gain less than submitting any draft
+        costs. With `wait_for_draft` or `takes_turns`, return None unless `start` is the root.
         """
         tree, settings, prices = round.tree, self.settings, round.costs.target
         if (settings.wait_for_draft or settings.takes_turns) and start is not tree.root:
@@ -144,16 +146,16 @@ class BudgetPlanner(Planner[BudgetSettings]):
         self._num_steps = 0
 
     def _tip(self, tree: Tree) -> Node | None:
-        """Return the node to run next for a longer chain of drafted tokens; None if the chain cannot become longer."""
+        """Return the node whose distribution the drafted chain needs to grow; None if the chain cannot grow."""
         chain = tree.chain(tree.root, self.settings.gamma, has_guesses=False)
         tip = chain[-1] if chain else tree.root
         return tip if tip.distribution is None and len(chain) < self.settings.gamma else None
 
     def _waiting_pays(self, round: Round) -> bool:
-        """Return whether the target should wait for one more draft step: for a token after the drafted chain.
+        """Return whether the target should wait for one more draft step, which adds one token to the drafted chain.
 
-        The token is expected to be as likely as the draft's first choices are on average. It competes with the n-gram
-        guess that is there without a draft step.
+        The token is assumed to be accepted as often as the draft's first choices on average. Its gain is reduced by
+        that of the n-gram guess at its position, which needs no draft step.
         """
         tree, costs = round.tree, round.costs
         tip = self._tip(tree)
@@ -170,7 +172,10 @@ class BudgetPlanner(Planner[BudgetSettings]):
         return gain > draft.at(target.num_rows) / target.num_rows * target.rate
 
     def _rows_in_turn(self, round: Round) -> Sequence[Node]:
-        """Return the last node of the drafted chain, and the n-gram guesses below it that are worth their rows."""
+        """Return the nodes to run while the target waits: the last one of the drafted chain, and some guesses after it.
+
+        A guess is included if it is worth its row. The draft step is counted once, even if it is planned twice.
+        """
         tree, settings = round.tree, self.settings
         tip = self._tip(tree)
         if tip is None:
@@ -185,11 +190,12 @@ class BudgetPlanner(Planner[BudgetSettings]):
         return nodes
 
     def _gain(self, start: Node, chain: Sequence[Node], price: float, min_prob: float) -> float:
-        """Return how many tokens of `chain` will be accepted on average, minus the `price` of each token.
+        """Return the expected number of accepted tokens in `chain`, minus `price` for each token.
 
         After the first sampled token, assume that each token up to `gamma` is as likely to be accepted as that one, and
-        ignore those below `min_prob`. Their real probabilities depend on which token was sampled. With them, the token
-        would decide whether it is submitted, and rejection sampling would be inexact.
+        ignore those below `min_prob`. Their real probabilities are not used, because they depend on which token was
+        sampled: whether that token is submitted would then depend on its value, and rejection sampling would not be
+        exact.
         """
         gain = 0.0
         for index, node in enumerate(chain):
@@ -213,8 +219,9 @@ def best_rows(
 ) -> list[Node]:
     """Return the nodes at or below `start` to run in the next draft step: those with the most probability per time.
 
-    At most `max_rows` nodes, none deeper than `depth` tokens below `start` or with a probability below `min_prob`; one
-    node while the cost of rows is unknown. `guess` is as for `frontier`.
+    To run a node is to compute the distribution after it. At most `max_rows` nodes, none deeper than `depth` tokens
+    below `start` or with a probability below `min_prob`; one node while the cost of rows is unknown. `guess` is as for
+    `frontier`.
     """
     tree, cost = round.tree, round.costs.draft.cost
     if cost is None:
@@ -234,12 +241,13 @@ def frontier(
     min_share: float = 0.0,
     guess: Callable[[Node, float], object] | None = None,
 ) -> list[tuple[Node, float]]:
-    """Return the likeliest nodes at or below `start` that were not run yet, with their probabilities from `start`.
+    """Return the likeliest nodes at or below `start` whose distributions are not computed, with their probabilities.
 
-    At most `count` nodes, none deeper than `depth` tokens below `start`, none with a probability below `min_prob` or
-    below `min_share` times that of the likeliest node. Children that cannot be likely enough are not drawn. For each
-    returned node without children `guess(node, min_prob)` is called and may add guesses of at least this probability
-    below it; a node comes before the guesses below it, and they can run in the same step.
+    A node's probability is that of its path from `start`. At most `count` nodes, none deeper than `depth` tokens below
+    `start`, none with a probability below `min_prob` or below `min_share` times that of the likeliest node. Children
+    that cannot be likely enough are not drawn. For each returned node without children `guess(node, min_prob)` is
+    called and may add guesses of at least this probability below it; a node comes before the guesses below it, and they
+    can run in the same step.
     """
     found: list[tuple[Node, float]] = []
     heap = [(0.0, 0, start, 0)]  # minus log probability, order of discovery, node, its rank among its parent's children

@@ -67,7 +67,7 @@ class SpecbranchPlanner(Planner[SpecbranchSettings]):
         return [tip for tip in tips if tip]
 
     def _chain(self, round: Round) -> tuple[list[Node], Node | None]:
-        """Return the drafted part of the chain to submit, and the node to run next, None if the chain is complete.
+        """Return the drafted part of the chain to submit, and the node whose distribution it needs to grow, if any.
 
         The signal of the round says where the chain ends: at the root (it is empty), at the first doubtful
         distribution, or after `gamma` tokens.
@@ -92,9 +92,8 @@ class SpecbranchPlanner(Planner[SpecbranchSettings]):
     def _branch_len(self, round: Round, num_branches: int) -> int:
         """Return how many tokens to draft for each branch, its root included: as many as fit into a step of the target.
 
-        How many fit is a ratio of measured step times, which may be 4.999 instead of 5. Rounded down, it would leave
-        the draft idle for a whole draft step. With rounding to the nearest number, the draft is idle or late by half a
-        draft step at most.
+        This is a ratio of measured step times, rounded to the nearest integer: then the draft is idle or late by half a
+        draft step at most. Rounding down would turn a measured 4.999 into 4 and leave the draft idle for a whole step.
         """
         ratio = round.costs.draft_steps_per_target_step(num_branches)
         longest = self.settings.gamma

@@ -22,7 +22,7 @@ MAX_NODES = 1536  # drafted tokens of all guesses of a round; planning takes tim
 
 @dataclass(frozen=True, slots=True)
 class SsdSettings(Settings):
-    """Settings of `SsdPlanner`. `gamma`: tokens per submission. `num_guesses`: guesses of a verdict's last token.
+    """Settings of `SsdPlanner`. `gamma`: tokens per submission. `num_guesses`: candidates for a verdict's last token.
 
     `acceptance`: assumed acceptance probability of a token. `fallback`: after a miss the target waits for a draft
     (`jit`) or goes on without (`fast`). `decay`: the exponent r of the miss rate F^-r after F guesses. Its default was
@@ -84,7 +84,7 @@ class SsdPlanner(Planner[SsdSettings]):
         return [tree.end, *rows] if tree.end.distribution is None else rows
 
     def _roots(self, round: Round) -> list[Node]:
-        """Draw the candidates for the next root after every number of accepted tokens, if needed, and return them.
+        """Return the candidates for the next root after every number of accepted tokens; draw those not drawn yet.
 
         The candidates for the case that all submitted tokens are accepted come first.
         """

@@ -137,7 +137,7 @@ class Bucket:
 
 @dataclass(frozen=True, slots=True)
 class Buckets:
-    """The numbers of rows and of slots per row that steps are padded to, each in ascending order."""
+    """The numbers of rows, and of slots per row, that steps are padded to; each in ascending order."""
 
     rows: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64)
     contexts: tuple[int, ...] = (256, 1024, 4096, 16384)

@@ -121,7 +121,7 @@ class TorchEngine:
             torch.cuda.empty_cache()
 
     def _words(self, batch: Batch) -> PackedTopK:
-        """Run the model on rows whose cells are allocated; return the packed top-k of their outputs."""
+        """Run the model on rows whose cells are allocated; return their packed top-k, an array of 32-bit words."""
         words = None if self._static is None else self._static.run(batch)
         if words is not None:
             return words

@@ -1,10 +1,10 @@
 """An int8 matrix product that reads weights as fast as memory delivers them, compiled by Numba for this CPU.
 
 A draft step has few rows, so its time is that of reading the weights. Weights lie in the order in which the product
-reads them, and are fetched ahead of their use. For 32 outputs at a time, four inputs of each output follow each other;
-then come the next four. Numba emits one tile of the product from LLVM's own instructions: a CPU with AVX-512 VNNI
-multiplies bytes (`vpdpbusd`), any other one 16-bit activations with bytes, which LLVM turns into the best instruction.
-Several threads are those of torch (`ThreadTeam`).
+reads them, and are prefetched into the CPU's cache. For 32 outputs at a time, four inputs of each output follow each
+other; then come the next four. Numba emits one tile of the product from LLVM's own instructions: a CPU with AVX-512
+VNNI multiplies bytes (`vpdpbusd`); any other CPU multiplies 16-bit activations with bytes, for which LLVM chooses the
+best instruction. With several threads, the product runs on those of torch (`ThreadTeam`).
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def has_byte_product() -> bool:
 
 
 def pack(integers: Array) -> Array:
-    """Return int8 weights [outputs, inputs] in the order in which the product reads them, filled up with zeros.
+    """Return int8 weights [outputs, inputs] in the order in which the product reads them, padded with zeros.
 
     The shape is [blocks, quads, 32, 4]. The memory begins at a multiple of 64 bytes, as the product requires.
     """
@@ -83,7 +83,8 @@ def pack(integers: Array) -> Array:
 class Int8Product:
     """The product with one matrix of int8 weights: activations are quantized row by row, outputs are float32.
 
-    `scales` [outputs] has the value of weight 1 of each output, `bias` [outputs] is added to each row.
+    `scales` [outputs] are the factors from integers to weights, one for each output; `bias` [outputs] is added to each
+    row.
     """
 
     def __init__(self, integers: Array, scales: Array, bias: Array | None, *, uses_bytes: bool | None = None) -> None:
@@ -111,7 +112,7 @@ class Int8Product:
         return self._multiply(codes, scales, None, num_threads)
 
     def _in_blocks(self, values: Array, dtype: Any) -> Array:
-        """Return `values`, one for each output, filled up with zeros to whole blocks of outputs."""
+        """Return `values`, one for each output, padded with zeros to whole blocks of outputs."""
         found = np.zeros(len(self._packed) * _BLOCK, dtype=dtype)
         found[: self._num_outputs] = values
         return found
@@ -295,7 +296,7 @@ _tile_1, _tile_2, _tile_4, _tile_8 = _tile(1), _tile(2), _tile(4), _tile(8)
 
 @_cached(njit, nogil=True)
 def _quantize(rows: Array, max_code: int, codes: Array, scales: Array) -> None:
-    """Quantize each row: write its integers to `codes`, and its scale; in unsigned bytes, 128 stands for zero."""
+    """Quantize each row: write its integers to `codes`, offset by 128 if these are bytes, and its scale to `scales`."""
     # The conversion truncates, so values are made positive first, and 0.5 makes it round.
     shift = _ZERO_POINT if codes.itemsize == 1 else _MAX_SHORT
     offset = 0 if codes.itemsize == 1 else _MAX_SHORT
@@ -314,7 +315,7 @@ def _quantize(rows: Array, max_code: int, codes: Array, scales: Array) -> None:
 def _normalize_and_quantize(
     rows: Array, weight: Array, epsilon: float, max_code: int, codes: Array, scales: Array
 ) -> None:
-    """Quantize each row after an RMS norm; the norm's own factor changes only the row's scale."""
+    """Quantize each row after an RMS norm, whose factor for the whole row is applied to the row's scale alone."""
     num_inputs = rows.shape[1]
     weighted = np.empty((1, num_inputs), np.float32)
     for row in range(rows.shape[0]):
@@ -332,7 +333,7 @@ def _multiply_blocks(
     codes: Array, scales: Array, packed: Array, weight_scales: Array, zeros: Array, bias: Array, base: Array | None,
     out: Array, first: int, last: int,
 ) -> None:  # fmt: skip
-    """Compute the blocks of outputs from `first` to before `last` for all rows, each block's rows in tiles."""
+    """Compute the outputs of the blocks `first` to `last` - 1 for all rows, each block's rows in tiles."""
     num_rows = codes.shape[0]
     for block in range(first, last):
         row = 0
@@ -372,7 +373,7 @@ def _pointer(_: Any, __: Any) -> tuple[Any, Callable[..., Any]]:
 
 @intrinsic  # type: ignore[untyped-decorator]
 def _take(_: Any, numbers: Any, __: Any) -> tuple[Any, Callable[..., Any]]:
-    """Return a function for Numba that adds one to a number of an array, atomically, and returns the old value."""
+    """Return a function for Numba that atomically adds one to an element of an array and returns its old value."""
 
     def emit(context: Any, builder: Any, given: Any, values: Any) -> Any:
         array = context.make_array(given.args[0])(context, builder, values[0])
@@ -386,7 +387,7 @@ def _task_of(
     codes: Array, scales: Array, packed: Array, weight_scales: Array, zeros: Array, bias: Array, base: Array | None,
     out: Array, num_shares: int,
 ) -> tuple[Array, int]:  # fmt: skip
-    """Return the numbers of a task for several threads, and their address."""
+    """Return the task that several threads share, as an array of addresses and sizes, and the address of this array."""
     task = np.zeros(_NUM_NUMBERS, np.int64)
     task[1], task[2], task[3] = codes.ctypes.data, scales.ctypes.data, packed.ctypes.data
     task[4], task[5], task[6] = weight_scales.ctypes.data, zeros.ctypes.data, bias.ctypes.data
@@ -399,9 +400,9 @@ def _task_of(
 
 
 def _share_function(code_type: Any, has_base: bool) -> Any:
-    """Compile what each thread of a team runs: it takes shares of the blocks until none is left.
+    """Compile the function that each thread of a team runs: it takes shares of the blocks until none is left.
 
-    Its argument points to the numbers that `_task_of` returns.
+    Its argument is the address of the task, the array that `_task_of` returns.
     """
 
     def run(data: Any) -> None:
@@ -426,7 +427,7 @@ def _share_function(code_type: Any, has_base: bool) -> Any:
 
 
 class ThreadTeam:
-    """The threads of the OpenMP library that torch uses, which also run our product.
+    """The threads of torch's OpenMP library, on which our product runs too.
 
     A second pool of threads would compete with torch's for the same cores: the threads of both spin while they wait.
     """

@@ -3,7 +3,7 @@
 W8A8 also quantizes activations, each row with its own scale, and multiplies integers: more rows cost little where the
 CPU has instructions for it. The product is our own (`int8_kernel`), which reads weights faster, or oneDNN's, which is
 faster for many rows on a CPU with AMX: `max_kernel_rows` times both. W8A16 keeps activations in bfloat16: it needs no
-such instructions and rounds less, but each row costs its full share. A row's result does not depend on the other rows
+such instructions and rounds less, but its time grows with each row. A row's result does not depend on the other rows
 of a step, unless their number decides between the two products.
 """
 
@@ -80,7 +80,8 @@ def merged_bias(linears: Sequence[nn.Linear]) -> torch.Tensor | None:
 class QuantizedLinear(nn.Module):
     """Linear layers with the same input, merged into one with 8-bit weights; inputs and outputs are float32.
 
-    `largest` is the largest integer that a weight is rounded to; `num_bytes` is what a step reads of the weights.
+    `largest` is the largest integer that a weight is rounded to; `num_bytes` is the number of weight bytes that one
+    step reads.
     """
 
     def __init__(self, *linears: nn.Linear, largest: float = _MAX_INT8) -> None:

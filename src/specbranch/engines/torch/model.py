@@ -42,7 +42,7 @@ class _Norm(nn.Module):
         return rms_norm(rows, self.weight.shape, self.weight, self.epsilon)
 
     def then(self, linear: QuantizedLinear | MergedLinear, rows: torch.Tensor) -> torch.Tensor:
-        """Return the output of a linear layer for rows after this norm."""
+        """Return the output of a linear layer for `rows` after this norm was applied to them."""
         return linear.after_norm(rows, self.weight, self.epsilon)
 
 
@@ -143,9 +143,9 @@ class FusedModel(nn.Module):
         return logits
 
     def store_embedding(self, dtype: torch.dtype) -> None:
-        """Keep the input embedding and the exact weights of a low-rank output layer in `dtype`, once if they are equal.
+        """Convert the input embedding, and the exact weights of a low-rank output layer, to `dtype`, and store them.
 
-        Steps read few rows of either, and convert them.
+        Equal weights are stored once. Steps read few rows of either, and convert them.
         """
         stored = self.embed_tokens.weight.detach().to(dtype)
         self.embed_tokens.weight = nn.Parameter(stored, requires_grad=False)

@@ -95,11 +95,11 @@ def model_name(vllm_config: Any) -> str:
 
 @dataclass(frozen=True, slots=True)
 class StepInfo:
-    """The new requests, ended requests and pads of a step that vLLM has scheduled but not run yet.
+    """The new requests, ended requests and padding of a step that vLLM has scheduled but not run yet.
 
     `prompts`: the prompts that get drafts and whose prefill the step begins. `num_pads`: how many of the step's draft
-    tokens are pads, placeholders with the id -1. `limits`: the maximum of draft tokens of each new request that names
-    one, by the request's id. `ended`: the ids of the requests that have ended. `num_tokens`: all tokens of the step.
+    tokens are padding tokens, with the id -1. `limits`: the maximum of draft tokens of each new request that names one,
+    by the request's id. `ended`: the ids of the requests that have ended. `num_tokens`: all tokens of the step.
     `has_prefill`: some of these are of a prompt.
     """
 
@@ -115,10 +115,10 @@ class StepInfo:
 class BatchRow:
     """One row of a batch after a step, in the same form for both runners.
 
-    `tokens` is the whole sequence, `num_new` how many of them the step has sampled: 0 in prefill, and then `tokens` may
+    `tokens` is the whole sequence, and `num_new` of them were sampled in the step: 0 in prefill, and then `tokens` may
     be empty. `name` is vLLM's id of the request, None if unknown. `skip_cause` is why the row gets no draft (`lora`,
     `multimodal` or `seed`), None if it may get one. `is_sampled` is False only if the row is known to be greedy.
-    `sampling`, if set, says how the row samples: its draft tokens may be sampled, and rejection sampling verifies them.
+    `sampling`, if set, has the row's sampling parameters: the draft may then sample its tokens, for rejection sampling.
     """
 
     tokens: Array
@@ -167,9 +167,9 @@ def v2_rows(
     """Return the rows of Model Runner V2's batch after a step.
 
     `names` are the ids of the requests, `slots` their indices in the runner's states, and `texts` has each row's tokens
-    and how many are new. `samplings` has, by row index, the sampling parameters of rows whose draft tokens may be
-    sampled. Rows with a LoRA adapter or with images get a `skip_cause`, because the draft model knows neither, and so
-    do rows sampled with a seed (`is_seeded`). If the runner is None, no row has a cause and all count as sampled.
+    and how many are new. `samplings` has, by row index, the sampling parameters of rows for which the draft may sample
+    its tokens. Rows with a LoRA adapter or with images get a `skip_cause`, because the draft model knows neither, and
+    so do rows sampled with a seed (`is_seeded`). If the runner is None, no row has a cause and all count as sampled.
     """
     known: list[tuple[str | None, bool]] = [(None, True)] * len(names)
     if runner is not None:
@@ -271,7 +271,7 @@ def _wrap_take_drafts(original: Any) -> Any:
 
 
 def _step_info(scheduler_output: Any) -> StepInfo:
-    """Return the new requests, ended requests and pads of vLLM's `SchedulerOutput`, without its warm-up requests.
+    """Return the `StepInfo` of vLLM's `SchedulerOutput`, without the requests of vLLM's warm-up.
 
     If the object is not as expected, log a warning once and return an empty `StepInfo`.
     """
@@ -311,11 +311,11 @@ def is_seeded(parameters: Any) -> bool:
 
 
 def allows_pads(runner: Any) -> bool:
-    """Return whether pads (-1 as draft tokens) leave the output of every row in the batch unchanged; False if unknown.
+    """Return whether padding tokens (-1) in drafts leave the output of every row unchanged; False if unknown.
 
-    Pads would change rows with a thinking budget, which reads the draft tokens of its row, and rows with a seed, from
-    which vLLM draws a random number for each draft token. On the CPU, at temperatures above 0, vLLM's sampler uses a
-    pad as an index and reads outside its memory.
+    Padding would change rows with a thinking budget, which reads the draft tokens of its row, and rows with a seed,
+    from which vLLM draws a random number for each draft token. On the CPU, at temperatures above 0, vLLM's sampler uses
+    a padding token as an index and reads outside its memory.
     """
     try:
         if runner.device.type == "cpu" and not runner.input_batch.all_greedy:
@@ -462,11 +462,11 @@ def is_any_sampled(runner: Any, input_batch: Any) -> bool:
 
 
 def samplings(runner: Any, input_batch: Any, vocab_len: int) -> dict[int, RequestSampling]:
-    """Return, by row index, the sampling parameters of rows whose draft tokens may be sampled; the same on all ranks.
+    """Return, by row index, the sampling parameters of the rows for which the draft may sample its tokens.
 
-    Rows with a thinking budget are left out, and a whole batch in which any row has a grammar: both shorten a draft
-    depending on its tokens, and then rejection sampling is not exact. Return {} if the runner's logits are not as wide
-    as the vocabulary, or if its sampler is not as expected.
+    They are the same on all ranks. Rows with a thinking budget are left out, and a whole batch in which any row has a
+    grammar: both shorten a draft depending on its tokens, and then rejection sampling is not exact. Return {} if the
+    runner's logits are not as wide as the vocabulary, or if its sampler is not as expected.
     """
     try:
         if input_batch.has_structured_output_reqs or _logits_len(runner, vocab_len) != vocab_len:

@@ -35,10 +35,10 @@ def run_in_this_process(threads: Mapping[str, str]) -> None:
 
 
 def be_batch_invariant() -> bool:
-    """Set vLLM's variable for results that do not depend on the batch; return whether the device supports that.
+    """Set VLLM_BATCH_INVARIANT=1, so that results do not depend on the batch; return whether the device supports it.
 
     The variable applies to the engine that is loaded next. If the user has set VLLM_BATCH_INVARIANT=0, as for a model
-    without the necessary kernels, return False and set nothing.
+    without the necessary kernels, or if the device lacks support, return False and set nothing.
     """
     from vllm.platforms import current_platform
 

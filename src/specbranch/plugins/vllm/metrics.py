@@ -165,7 +165,7 @@ class Collector:
 def state_of(shown: PublishedStats, reach: ServiceStatus) -> str:
     """Return the state of drafting, one of `STATES`, from a proposer's stats and the polled status of its service.
 
-    While the service gives no drafts, drafts from the text go on; this is not a state of its own.
+    While the service gives no drafts, n-gram drafts from the text continue; this is not a state of its own.
     """
     if reach is ServiceStatus.ABSENT:
         return "unreachable"
@@ -177,7 +177,7 @@ def state_of(shown: PublishedStats, reach: ServiceStatus) -> str:
 
 
 def _state_alone(shown: PublishedStats) -> str:
-    """Return the state of drafting of a proposer that asks no service: drafts from the text, or none."""
+    """Return the state of drafting of a proposer that asks no service: n-gram drafts from the text, or none."""
     return "text" if not shown.address and shown.counts else "off"
 
 

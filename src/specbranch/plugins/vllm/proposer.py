@@ -1,7 +1,7 @@
 """Get drafts for the rows of vLLM's batches, for either runner: gate, draft client, text drafts, predictor, counters.
 
-Rows that get no draft from the service get one from their own text and from past answers (`core/text_drafter.py`):
-also while the service is dead, late, or closed off by the gate, or if the settings name none.
+Rows that get no draft from the service get one by n-gram lookup in their own text and in past answers
+(`core/text_drafter.py`): also while the service is dead, late, or closed off by the gate, or if the settings name none.
 
 This module knows rows (`compat.BatchRow`) and nothing of a runner. vLLM's batches change their order and do not say
 that a request has ended. Neither matters, because the service finds sessions by their tokens.
@@ -37,7 +37,7 @@ _SMOOTHING = 0.1  # the weight of the newest step in the time that a row's text 
 
 
 class BatchDrafter:
-    """Gets drafts for the rows of each step, from the draft service and from the text.
+    """Gets drafts for the rows of each step, from the draft service and by n-gram lookup in the text.
 
     Every worker creates an instance; only the worker whose drafts vLLM uses drafts, and has a client of the service.
     """
@@ -73,7 +73,7 @@ class BatchDrafter:
 
     @property
     def uses_rejection(self) -> bool:
-        """Whether draft tokens of sampled rows may be sampled, for rejection sampling; the same on all ranks."""
+        """Whether the draft may sample tokens for non-greedy rows, for rejection sampling; the same on all ranks."""
         return self.settings.rule != "match" and self.settings.planner != "none"
 
     def configure(self, settings: ProposerSettings) -> None:
@@ -87,7 +87,7 @@ class BatchDrafter:
     def counts(self) -> dict[str, float]:
         """Return the counters of client, predictor and text drafts by name, since the settings last changed.
 
-        {} on a worker that does not draft.
+        Return {} on a worker that does not draft.
         """
         counts = self._client.counts.as_dict() | self.predictor.counts() if self._client is not None else {}
         return counts | self._text.drafter.counts.as_dict() if self._text is not None else counts
@@ -96,7 +96,7 @@ class BatchDrafter:
         """Store the draft limits of a step's new requests, and announce its prompts to the draft service. Never raise.
 
         It is called before the step runs, so that the draft model prefills the prompts at the same time as the target
-        and has drafts after the first token. Requests that have ended are forgotten.
+        and has drafts after the first token. The state of requests that have ended is discarded.
         """
         for name in news.ended if self._limits else ():
             self._limits.pop(name, None)
@@ -211,7 +211,7 @@ class BatchDrafter:
 
 @dataclass(slots=True)
 class _LastStep:
-    """What the next step needs to know of this one.
+    """The facts about one step that the next step uses.
 
     `was_asked`: the draft service was asked for drafts. `had_drafts`: some of them are verified in the next step.
     """
@@ -221,9 +221,10 @@ class _LastStep:
 
 
 class RowTextDrafter:
-    """Drafts from the text for rows that got no draft from the service, in about 5 % of a step's time. Never raises.
+    """Drafts by n-gram lookup in a row's text and past answers, for rows that got no draft from the service.
 
-    Where all rows would take more, in large batches on a fast target, they take turns, at least 16 in each step.
+    It never raises, and takes about 5 % of a step's time. If that is not enough time for all rows, as in large batches
+    on a fast target, the rows take turns, at least 16 in each step.
     """
 
     def __init__(self, drafter: TextDrafter, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -237,7 +238,7 @@ class RowTextDrafter:
     def fill(
         self, drafts: list[Draft], updates: Mapping[int, SequenceUpdate], rooms: Sequence[int], step_s: float | None
     ) -> None:
-        """Replace the empty drafts of these rows in `drafts` by drafts from the text, where there are any.
+        """Replace the empty drafts of these rows in `drafts` by n-gram drafts, if the lookup finds any.
 
         `rooms`: how many draft tokens each row of the batch can take. Rows without a name get none, because their
         sequence cannot be followed. `step_s` is the time of the target's last step, None if it is not known.
@@ -263,8 +264,8 @@ class RowTextDrafter:
 class SettingsGate:
     """Keeps a gate, with its own measurements, for each set of settings used; asks the gate of the current settings.
 
-    A gate switches the draft service off at loads where its drafts were measured not to pay. Text drafts go on, so the
-    gate compares text drafts and drafts of the service with text drafts alone.
+    A gate switches the draft service off at loads where its drafts were measured not to pay. Drafts by n-gram lookup go
+    on, so the gate compares drafts from both sources with n-gram drafts alone.
     """
 
     def __init__(self) -> None:
@@ -279,9 +280,9 @@ class SettingsGate:
         return self.present is None or self.present.was_open
 
     def configure(self, settings: ProposerSettings, has_text_drafts: bool) -> None:
-        """Make the gate of these settings the present one, or use no gate if the settings switch it off.
+        """Make the gate of these settings the current one, or use no gate if the settings switch it off.
 
-        `has_text_drafts` is for the log: whether there are drafts from the text while the gate is closed.
+        `has_text_drafts` is for the log: whether there are n-gram drafts from the text while the gate is closed.
         """
         self._logged = {}
         self._has_text_drafts = has_text_drafts

@@ -1,8 +1,8 @@
 """The proposer for vLLM's Model Runner V1 and its `custom_class` hook.
 
-Where the settings and the batch allow it, drafts are filled up to equal length with pads: placeholders (-1) that vLLM
-never accepts. vLLM calls `propose` after every step, in the worker, and verifies the returned drafts in the next step.
-The hook passes rows without their requests, so the patched runner passes itself to the proposer before each step.
+If the settings and the batch allow it, drafts are padded to equal length with tokens of id -1, which vLLM never
+accepts. vLLM calls `propose` after every step, in the worker, and verifies the returned drafts in the next step. The
+hook passes rows without their requests, so the patched runner passes itself to the proposer before each step.
 """
 
 from __future__ import annotations
@@ -63,10 +63,10 @@ class SpecBranchProposer:
         self.core.predictor.load_model(model)
 
     def on_step_scheduled(self, model_runner: Any, news: StepInfo) -> None:
-        """Store the runner for `propose`, count the step's pads, and announce its new prompts to the draft service.
+        """Store the runner for `propose`, count the step's padding tokens, and announce its new prompts to the service.
 
-        The runner calls this before it runs the step that `news` describes. Pads are counted because vLLM counts them
-        as draft tokens. Never raise.
+        The runner calls this before it runs the step that `news` describes. Padding tokens (-1) are counted because
+        vLLM counts them as draft tokens. Never raise.
         """
         self._runner = model_runner
         self.num_pads += news.num_pads
@@ -83,7 +83,7 @@ class SpecBranchProposer:
 
         vLLM calls this after every step. `sampled_token_ids` has each row's new tokens, `token_ids_cpu` [rows, max
         length] all its tokens, and `num_tokens_no_spec` [rows] the number of all its tokens. If the settings and the
-        batch allow pads, fill up all rows to equal length with them, also if no row has a draft.
+        batch allow padding, pad all rows to equal length, also if no row has a draft.
         """
         rows = compat.v1_rows(self._runner, sampled_token_ids, num_tokens_no_spec, token_ids_cpu)
         drafts = [draft.tokens for draft in self.core.propose(rows)]
@@ -97,7 +97,7 @@ class SpecBranchProposer:
         return compat.has_graphs_for_equal_rows(self._vllm_config)
 
     def _can_pad(self, rows: Sequence[BatchRow]) -> bool:
-        """Return whether to fill up all rows with pads.
+        """Return whether to pad the drafts of all rows to equal length.
 
         The settings and the runner must allow it, no row may be in prefill or near its maximum length, and the padded
         step may have at most 128 tokens.

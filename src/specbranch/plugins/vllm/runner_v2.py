@@ -175,11 +175,11 @@ class Speculator:
         return drafts
 
     def _read_samplings(self, input_batch: Any) -> tuple[bool, dict[int, RequestSampling]]:
-        """Return whether any row is sampled (not greedy), and how those rows sample whose draft tokens may be sampled.
+        """Return whether any row is not greedy, and the sampling parameters of rows for which the draft may sample.
 
-        The second value has their sampling parameters by row index. The result is (False, {}) if all rows are greedy,
-        if the settings do not ask for rejection sampling, if the distributions would take too much memory, or if vLLM's
-        runner is not known yet. It is the same on all ranks.
+        The second value has the parameters by row index. The result is (False, {}) if all rows are greedy, if the
+        settings do not ask for rejection sampling, if the distributions would take too much memory, or if vLLM's runner
+        is not known yet. It is the same on all ranks.
         """
         if self._logits is None or self._runner is None or not self._core.uses_rejection:
             return False, {}
@@ -192,8 +192,8 @@ class Speculator:
     ) -> Array:
         """Get a draft of at most `max_len` tokens for every row, and return all drafts packed for the other ranks.
 
-        `samplings` has the sampling parameters of rows whose draft tokens may be sampled. If anything fails, return
-        empty drafts and do not raise, because the other ranks wait for the result.
+        `samplings` has the sampling parameters of rows for which the draft may sample its tokens. If anything fails,
+        return empty drafts and do not raise, because the other ranks wait for the result.
         """
         drafts = [Draft([]) for _ in input_batch.req_ids]
         packed: Array | None = None
@@ -239,7 +239,7 @@ class Speculator:
         """Return each row's newest tokens after a step, as an int32 tensor on the device, [rows, 4 + positions].
 
         A row has the number of new tokens (`num_sampled`), the length of the sequence, and its last tokens: all new
-        ones, after at least one older. `slots` are the rows' indices in the runner's states.
+        ones, and at least one older token before them. `slots` are the rows' indices in the runner's states.
         """
         import torch
 

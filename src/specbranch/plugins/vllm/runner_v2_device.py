@@ -4,7 +4,7 @@ V2 divides draft logits by the request's temperature, and verifies the draft tok
 position whose token was not sampled, that token has probability 1. A slot is a request's index in the runner's states;
 V2 reads the logits of a slot until the logits of its next draft are written.
 
-The code for CUDA has not been run: it was written by reading, on a machine without a GPU.
+The code for CUDA has not been run, because it was written on a machine without a GPU.
 """
 
 from __future__ import annotations

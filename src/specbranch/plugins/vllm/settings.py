@@ -34,19 +34,20 @@ _EVERY_RANK = "external_launcher"
 
 
 class RunnerError(SpecBranchError, ValueError):
-    """The model runner that was asked for cannot be used; the message says what to do."""
+    """The requested model runner of vLLM cannot be used; the message says what to do."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProposerSettings(DraftSettings):
     """The draft settings of any target, and those for vLLM alone.
 
-    `pad`: fill up all rows to the same length, so that vLLM can use its CUDA graphs; `auto` does so where vLLM has such
-    graphs. `runner` is vLLM's model runner: `v2` has not been run on a GPU, and `auto` leaves the choice to vLLM.
-    `rule`: with `match`, the draft proposes its likeliest tokens, and the target keeps those that it samples itself;
-    with `auto`, the draft tokens of sampled requests are sampled too, and verified by their probabilities, which is
-    experimental and for vLLM's V2 runner only. `lent_cores`: those of the target's cores that the draft model uses
-    while it drafts; the target uses them itself for prefill and for steps without drafts of the model (`cores.py`).
+    `pad`: pad the drafts of all rows to the same length, so that vLLM can use its CUDA graphs; `auto` does so where
+    vLLM has such graphs. `runner` is vLLM's model runner: `v2` has not been run on a GPU, and `auto` leaves the choice
+    to vLLM. `rule`: with `match`, the draft proposes its likeliest tokens, and the target keeps those that it samples
+    itself; with `auto`, the draft tokens of sampled requests are sampled too, and verified by their probabilities,
+    which is experimental and for vLLM's V2 runner only. `lent_cores`: those of the target's cores that the draft model
+    uses while it drafts; the target uses them itself for prefill and for steps without drafts of the model
+    (`cores.py`).
     """
 
     pad: str = "auto"

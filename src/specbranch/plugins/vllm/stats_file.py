@@ -36,8 +36,8 @@ _encoder = msgspec.msgpack.Encoder()
 class PublishedStats(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
     """The counters and state of one engine's proposer.
 
-    Without an address there is no draft service, and drafts come from the text alone. An empty namespace means that no
-    service is asked; if there are no counts either, drafting is off.
+    Without an address there is no draft service, and drafts come only from n-gram lookup in the text. An empty
+    namespace means that no service is asked; if there are no counts either, drafting is off.
     """
 
     model: str

@@ -1,11 +1,11 @@
 """The client of one draft service: one message with all verdicts of an engine step, and one reply with all drafts.
 
 No call raises into the engine, none takes longer than its deadline, and no draft has a token that the target lacks.
-While no replies come in time, the client still sends what was committed, but waits for nothing; the first reply that
+While no replies come in time, the client still sends the committed tokens, but waits for nothing; the first reply that
 comes turns waiting back on. When there is no service at all, a call costs microseconds.
 
-Most drafts arrive before their verdict: the service pushes (sends in advance) what to submit after the likeliest
-verdicts. Such a verdict is sent without waiting for a reply.
+Most drafts are prefetched, that is, they arrive before their verdict: the service sends what to submit after the
+likeliest verdicts. After such a verdict the client does not wait for a reply.
 
 The client sends `Hello` together with the first message, and a service replies in order: no draft is used before the
 draft model's vocabulary was compared with the target's, and nothing waits for that comparison.
@@ -98,7 +98,7 @@ class ServiceConnection:
         return None
 
     def ping(self) -> None:
-        """Send `Hello` to a service that cannot be used or is draining; its reply may show that this has ended.
+        """Send `Hello` to a service that cannot be used or is draining; its reply may show that this state has ended.
 
         A later call handles the reply. A service that was disconnected counts as lagging until it has replied.
         """
@@ -108,9 +108,9 @@ class ServiceConnection:
             self.lagging_s = -math.inf  # until it replies
 
     def ask_again(self) -> None:
-        """Send `Hello`, at most once a second, to a service that drains, lags or has another vocabulary.
+        """Send `Hello`, at most once a second, to a service that is draining, lagging, or has another vocabulary.
 
-        The reply shows whether the service still does.
+        The reply shows whether this is still so.
         """
         now_s = self._clock()
         if now_s - self._asked_s >= _ASK_S:
@@ -137,7 +137,10 @@ class ServiceConnection:
         return is_sent
 
     def send(self, message: Request) -> bool:
-        """Send a message without waiting; if that fails, forget the service's vocabulary and sessions, return False."""
+        """Send a message without waiting and return True; if that fails, reset the connection's state and return False.
+
+        The state is the service's vocabulary, its sessions, and whether it is draining.
+        """
         self.is_connected = self.channel.send(message)
         if not self.is_connected:
             self.vocabulary.reset()
@@ -222,8 +225,8 @@ class ServiceConnection:
 class PreparedRow(NamedTuple):
     """One row of a step that is ready to be sent.
 
-    `place` is its index in the call of `propose`, `wire` is `update` as it is sent, and `draft` is the draft that the
-    service sent in advance (pushed) for this verdict, None if it sent none.
+    `place` is its index in the call of `propose`, `wire` is `update` in its form for the wire, and `draft` is the draft
+    that the service prefetched for this verdict, None if it sent none.
     """
 
     place: int
@@ -237,7 +240,7 @@ class DraftClient(DraftSource):
     """Gets drafts from one service.
 
     A pool of several services calls the parts of `propose` itself: `drain_replies`, `prepare_step`, `send_step`,
-    `poll_reply` for rows without a pushed draft, `finish_step`, `resend_unknown`. These may raise.
+    `poll_reply` for rows without a prefetched draft, `finish_step`, `resend_unknown`. These may raise.
     """
 
     def __init__(
@@ -289,7 +292,7 @@ class DraftClient(DraftSource):
     def prepare_step(
         self, rows: Sequence[SequenceUpdate], indices: Sequence[int], deltas: Sequence[SequenceDelta]
     ) -> list[PreparedRow]:
-        """Prepare the rows with these indices to be sent; return them, each with the draft pushed for its verdict.
+        """Prepare the rows with these indices to be sent; return them, each with its prefetched draft, if there is one.
 
         `deltas` says how each row's sequence has grown; its session moves to the new sequence id.
         """
@@ -332,7 +335,7 @@ class DraftClient(DraftSource):
             row.session.opened_s = self._clock()
 
     def open(self, sequences: Collection[Tokens], end_s: float) -> int:
-        """Open sequences at the service: send each whole, until `end_s` but at least one; return how many were sent.
+        """Open sequences at the service: send each whole, until `end_s` but at least one; return the number sent.
 
         Each sequence is a message of its own. A `Hello` follows, because a service that does not know the sequences may
         have another draft model than before. A draining service gets no sequences.
@@ -387,7 +390,7 @@ class DraftClient(DraftSource):
     def _prepare_row(
         self, index: int, row: SequenceUpdate, delta: SequenceDelta, advanced: AdvancedSession
     ) -> PreparedRow:
-        """Return a row ready to be sent, with the draft that was pushed for its verdict if there is one."""
+        """Return a row ready to be sent, with the prefetched draft for its verdict if there is one."""
         session, num_proposed, pushed = advanced
         asked, sampling, draft = row.sampling, None, None
         if asked is not None and row.name is not None:

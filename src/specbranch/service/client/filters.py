@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 
 
 class VocabularyCheck:
-    """Compares the vocabulary of the service's draft model with the target's; if the target's is unknown, any fits.
+    """Compares the vocabulary of the service's draft model with the target's; if this is unknown, accepts any.
 
     `is_known`: the two were compared, or need not be. `is_mismatch`: they differ, so no draft may be used.
     """
@@ -56,7 +56,7 @@ class VocabularyCheck:
             )
 
     def reset(self) -> None:
-        """Forget whether vocabularies match. Call it after the connection was lost: another service may answer next."""
+        """Discard the comparison's result. Call it after the connection was lost: another service may answer next."""
         self.is_known, self.is_mismatch = not self._has_target, False
 
     def _log_larger_size(self, welcome: Welcome) -> None:
@@ -88,7 +88,7 @@ class DraftFilter:
         Only the second sample surely comes from the distribution that was sent, as rejection sampling requires. The
         draft ends at the row's `max_draft_tokens`, before a token that the target lacks, and after a token that the
         second sample has changed. `packed` holds the distributions that the service has sampled from, b"" if there are
-        none. `sampling` is how the row samples, None if its draft tokens may not be sampled; `packed` is then ignored.
+        none. `sampling` has the row's sampling parameters, None if the draft must not sample; `packed` is then ignored.
         """
         tokens: Sequence[int] = proposed[: row.max_draft_tokens]
         sampled_from: DrawnFrom = ()

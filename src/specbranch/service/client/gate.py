@@ -1,12 +1,12 @@
 """Switch drafts on and off by measured tokens per second, from step times that can be compared.
 
 For every load (rows in the engine's step, in powers of two) the gate measures tokens per second without drafts, then
-with drafts, and keeps the faster way. It measures the other way again now and then: ever more rarely while the other
-way stays slower, and more rarely the more time a measurement with drafts costs, so drafts that are slower cost next to
+with drafts, and keeps the faster mode. It measures the other mode again now and then: ever more rarely while that mode
+stays slower, and more rarely the more time a measurement with drafts costs, so drafts that are slower cost next to
 nothing. While no draft service can be reached, such a measurement costs nothing and is repeated as often as at first.
-Where drafts become the faster way after a long time, the other loads soon measure them too.
+When drafts become the faster mode after a long time, the other loads soon measure them too.
 
-Both ways are measured on one engine: an engine with speculative decoding switched on may be slower than one without,
+Both modes are measured on one engine: an engine with speculative decoding switched on may be slower than one without,
 even in steps without drafts, and the gate does not see that.
 """
 
@@ -100,7 +100,10 @@ class Gate:
         return self._was_open
 
     def interrupt(self) -> None:
-        """Leave the next 4 steps or more out of measurements: what ran before, such as other settings, affects them."""
+        """Exclude at least the next 4 steps from the measurements; with drafts on, all steps until drafts have come.
+
+        What ran before these steps, such as other settings, still affects them.
+        """
         self._since_change = 0
         self._has_seen_drafts = False
         for load in self._loads.values():
@@ -122,8 +125,8 @@ class Gate:
 
         Call this only for a step in which no row was in prefill, and before `is_open` is called for the next step. The
         step counts as one with drafts if `is_open` last returned True. It is not measured if it is among the first 4
-        after a change of that answer or after `interrupt`, if the first drafts are still awaited, or if the decision
-        for its own number of rows is another one.
+        after a change of that answer or after `interrupt`, if the first drafts have not come yet, or if the decision
+        for its own number of rows differs from that answer.
 
         The step had `num_rows` rows and took `step_s` seconds. `num_tokens` is the number of new tokens of all rows
         together, and `has_drafts` is whether the step verified draft tokens.
@@ -194,7 +197,7 @@ class Gate:
     def _steps_to_regain(self, load: _Load) -> int:
         """Return after how many steps without drafts the time lost by measuring drafts is a small share of all time.
 
-        The number is bounded, because the loss may have been chance.
+        The number is bounded, because the loss may be due to chance.
         """
         num_steps = _SETTLE_STEPS + min(load.drafted.steps, _TRIAL_STEPS)
         lost = num_steps * (load.plain.value / max(load.drafted.value, 1e-9) - 1)

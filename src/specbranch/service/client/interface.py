@@ -37,13 +37,13 @@ _MIN_WAIT_S = 0.005  # a reply takes a fraction of a millisecond on a quiet mach
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftSettings:
-    """Where the draft service is, how long a step may wait for it, and how it drafts for this target.
+    """The address of the draft service, the longest wait of a step for it, and how it drafts for this target.
 
     `address` may be a list of services with the same draft and the same keys, which share the load. With None there is
-    no service: drafts come from the text alone. `keys` is a directory with `client.key_secret` and `service.key`,
-    needed for TCP. Targets with the same `namespace` share drafts for equal sequences. `is_gated`: do not draft at
-    loads where drafts were measured not to make decoding faster. `predictor`: a built-in predictor's name, or a trained
-    one's directory, as a path or relative to $SPECBRANCH_MODELS.
+    no service: drafts come only from n-gram lookup in the text. `keys` is a directory with `client.key_secret` and
+    `service.key`, needed for TCP. Targets with the same `namespace` share drafts for equal sequences. `is_gated`: do
+    not draft at loads where drafts were measured not to make decoding faster. `predictor`: a built-in predictor's name,
+    or a trained one's directory, as a path or relative to $SPECBRANCH_MODELS.
     """
 
     address: str | list[str] | None = field(default_factory=default_address)
@@ -107,7 +107,7 @@ class DraftSettings:
         )
 
     def text_drafter(self, gamma: int) -> TextDrafter | None:
-        """Return a drafter for this process that drafts from the text alone; None if the planner has no such drafts.
+        """Return a drafter for this process that drafts by n-gram lookup; None if the planner makes no such drafts.
 
         Raise if the settings are wrong. `gamma` is as for `client_options`.
         """
@@ -145,8 +145,8 @@ class SequenceUpdate:
     An engine that does not know `num_submitted` may leave it out: then it is the length of the client's last draft.
     `hint` predicts how many of the next draft tokens the target accepts. `name` is the engine's own name for the
     sequence: while the sequence under a name only grows, a call handles only the tokens since the last one. `sampling`
-    says how the engine samples: draft tokens may then be sampled too, and the engine verifies them by rejection
-    sampling with `Draft.sampled_from`. This needs a `name`; without a seed the sequence gets a random seed.
+    has the request's sampling parameters: the draft may then sample its tokens too, and the engine verifies them by
+    rejection sampling with `Draft.sampled_from`. This needs a `name`; without a seed the sequence gets a random seed.
     `max_draft_tokens` is the longest draft that the engine wants. `has_recurring_noise`: the engine may draw the same
     random numbers again, for example from a seed, so the tokens must not help to draft another sequence.
     """
@@ -163,13 +163,13 @@ class SequenceUpdate:
 
 @dataclass(frozen=True, slots=True)
 class ClientOptions:
-    """Where the service is, how long to wait for it, and which planner it uses for this target.
+    """The address of the service, the longest wait for it, and the planner that it uses for this target.
 
     `address` may be a list, of services with the same draft and the same keys (`pool.draft_client`). Clients with the
     same `namespace` share drafts for equal sequences; without it the client makes a random one. `step_share` bounds the
     wait for a reply to this part of the target's step time, as known from `propose`, and never above `deadline_s`; it
-    is None for planners that let the target wait on purpose. `vocab_len` is how many tokens the target has. An engine
-    fails at a larger token id, so drafts are cut before it; without `vocab_len` the caller has to cut them.
+    is None for planners that let the target wait on purpose. `vocab_len` is the number of the target's tokens. An
+    engine fails at a larger token id, so drafts are cut before it; without `vocab_len` the caller has to cut them.
     `vocab_fingerprint` is that of the target's tokens (`vocabulary.read_fingerprint`). A draft model with another
     vocabulary is not used; where a side has no fingerprint, sizes are compared.
     """
@@ -242,7 +242,7 @@ class DraftSource(ABC):
     @property
     @abstractmethod
     def is_lagging(self) -> bool:
-        """Whether no service replies in time, so that calls do not wait for replies."""
+        """Whether every draft service is too slow to reply in time; if so, calls do not wait for replies."""
 
     @property
     @abstractmethod
@@ -255,7 +255,7 @@ class DraftSource(ABC):
 
     @abstractmethod
     def _propose(self, rows: Sequence[SequenceUpdate], end_s: float, step_us: int) -> list[Draft] | None:
-        """Send the rows and return a draft for each one by `end_s`; None if no row was sent.
+        """Send the rows and return a draft for each one by time `end_s`; None if no row was sent.
 
         `step_us` is the time of the target's last step in microseconds, 0 if unknown.
         """
@@ -265,7 +265,7 @@ class DraftSource(ABC):
         """Send the service prompts that the target begins to prefill, as many as possible until `end_s`."""
 
     def propose(self, rows: Sequence[SequenceUpdate], step_s: float | None = None) -> list[Draft]:
-        """Send the verdicts of a step and return a draft for every row, empty for one that is late. Never raise.
+        """Send the verdicts of a step and return a draft for every row, empty if it comes too late. Never raise.
 
         `step_s` is the time since the last call, if the engine has run one step since then, which decoded these rows
         and nothing else.

@@ -2,12 +2,12 @@
 
 A call sends to all services that it needs and then waits for all of them at once, until its one deadline. A service
 that cannot be reached, does not answer, refuses, or has another vocabulary gets no rows until it works again; its
-sequences move to other services, which open them anew. A service that is draining keeps its own sequences.
+sequences move to other services, which open them again. A service that is draining keeps its own sequences.
 
-Rendezvous hashing of its first tokens routes a new sequence, so that equal prompts of several targets meet at one
+A new sequence is routed by rendezvous hashing of its first tokens, so that equal prompts of several targets meet at one
 service and share its cache, and so do the turns of a chat. When a service comes or goes, prompts of other services do
-not move. A sequence stays at its service while it grows. Where many prompts begin alike, some go to the next service in
-their rendezvous order: no service gets much more than its share of a target's sequences.
+not move. A sequence stays at its service while it grows. If many prompts begin with the same tokens, some go to the
+next service in their rendezvous order: no service gets much more than its share of a target's sequences.
 """
 
 from __future__ import annotations
@@ -204,7 +204,7 @@ class DraftPool(DraftSource):
 
 
 def _flaw(service: DraftClient, now_s: float) -> str | None:
-    """Return why a service cannot be used, in words for the log; None if it can be used."""
+    """Return a phrase for the log that says why a service cannot be used; None if it can be used."""
     connection = service.connection
     if not connection.is_connected:
         return "cannot be reached"
@@ -236,7 +236,7 @@ class RendezvousRouter:
     """Chooses a service for each new sequence, and remembers the service by the sequence's id.
 
     It knows how many sequences each service got in this step (its load). Beyond a maximum, the sequences used least
-    recently are forgotten.
+    recently are evicted.
     """
 
     def __init__(self, addresses: Sequence[str], namespace: bytes) -> None:
@@ -269,7 +269,7 @@ class RendezvousRouter:
             self._routes.popitem(last=False)
 
     def forget(self, ids: Collection[bytes]) -> None:
-        """Forget these sequence ids: the sequences have got new ids, or their service does not have them."""
+        """Remove these sequence ids: the sequences have got new ids, or their service does not have them."""
         for one in ids:
             self._routes.pop(one, None)
 

@@ -1,10 +1,11 @@
 """The client's record of its sequences: how much of each one was sent, and the service's session of it.
 
 A sequence of an engine only grows. `SyncedSequences` knows it by the engine's name for it, so that only new tokens are
-hashed and sent, and the service gets them all even where the engine went on without asking for a draft.
+hashed and sent, and the service gets them all even after steps in which the engine asked for no draft.
 
-A service knows a sequence by the digest of its tokens, its id, which every step changes. `SessionTable` follows the id.
-The two cannot be one record: equal sequences have two names and one id, and the first to go on keeps the session.
+A service identifies a sequence by its id, the digest of its tokens, which every step changes. `SessionTable` follows
+the id. The two cannot be one record: equal sequences have two names and one id, and the first that gets further tokens
+keeps the session.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ class SequenceDelta(NamedTuple):
 
 @dataclass(slots=True)
 class _Synced:
-    """How much of one sequence was sent, with its id and its seed."""
+    """The number of tokens of one sequence that were sent, with its id and its seed."""
 
     length: int
     tail: bytes  # its last tokens
@@ -58,7 +59,7 @@ class SyncedSequences:
     def advance(self, name: str | None, all_tokens: Tokens, num_new: int) -> SequenceDelta:
         """Return how a sequence has grown since it was last sent, and mark all of it as sent.
 
-        The `num_new` last tokens count as new if the name is None or new, if the sequence does not continue what was
+        The `num_new` last tokens count as new if the name is None or new, if the sequence does not continue the one
         sent under the name, or if it has gained more tokens than a message may have. A name gets a random seed, and
         keeps it while its sequence does not get shorter; without a name the seed is 0.
         """
@@ -91,7 +92,7 @@ class SyncedSequences:
 
 @dataclass(slots=True)
 class SessionState:
-    """A client's record of a session of a service: when it was opened, its last step, and drafts sent in advance."""
+    """A client's record of a session of a service: when it was opened, its last step, and its prefetched drafts."""
 
     step: int = 0  # the last step of the client that the sequence was in
     num_proposed: int = 0  # draft tokens that the client returned in that step
@@ -102,7 +103,7 @@ class SessionState:
 class AdvancedSession(NamedTuple):
     """A session after a verdict: its state, and how many draft tokens the client returned for it in the step before.
 
-    `pushed` is the draft that the service has sent in advance (pushed) for this verdict; None if it has sent none.
+    `pushed` is the draft that the service prefetched for this verdict; None if it has sent none.
     """
 
     session: SessionState
@@ -111,14 +112,14 @@ class AdvancedSession(NamedTuple):
 
 
 class SessionTable:
-    """The sessions of one service by the ids of their sequences. The least recently used are dropped."""
+    """The sessions of one service by the ids of their sequences. The least recently used are evicted."""
 
     def __init__(self) -> None:
         self._sessions: OrderedDict[bytes, SessionState] = OrderedDict()
         self._step = 0
 
     def store(self, pushes: Iterable[PrefetchPush]) -> None:
-        """Keep the drafts that the service has sent in advance, in place of earlier ones for the same sequences."""
+        """Store the prefetched drafts that the service has sent, in place of earlier ones for the same sequences."""
         for push in pushes:
             for row in push.rows:
                 session = self._sessions.setdefault(row.before, SessionState())
@@ -147,5 +148,5 @@ class SessionTable:
         return found
 
     def clear(self) -> None:
-        """Forget all sessions: another service may answer from now on."""
+        """Remove all sessions: another service may answer from now on."""
         self._sessions.clear()

@@ -37,8 +37,8 @@ class StatsClient:
     """Reads the counters of a draft service over its own connection. One thread at a time may use it.
 
     It requests the `stats` of a namespace or, if that is None, the `overview` of the service; both are None before the
-    first reply. `refusal` is why the service refused the last request, None if it did not. `transport` and `clock`
-    replace the client's own socket and the machine's clock.
+    first reply. `refusal` is the service's reason for refusing the last request, None if it did not. `transport` and
+    `clock` replace the client's own socket and the machine's clock.
     """
 
     def __init__(

@@ -1,10 +1,10 @@
-"""The client's ZeroMQ socket: send and receive frames, notice a lost connection and make it anew.
+"""The client's ZeroMQ socket: send and receive frames, detect a lost connection and reconnect.
 
 A `Transport` reads no clock and decodes no message, so that tests can put another transport in its place.
 
-ZeroMQ tries again to connect whenever that fails, but gives up for good on a peer that breaks a rule, such as the bound
-on frames. So if nothing can be sent, the connection is made anew, at most every five seconds. The directory of a Unix
-socket is checked again each time.
+ZeroMQ retries failed connects, but never reconnects to a peer that has violated the protocol, for example the limit on
+frame size. So if nothing can be sent, the client opens a new socket, at most every five seconds. The directory of a
+Unix socket is checked again each time.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _decoder: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(Reply)
 
 
 class Transport(Protocol):
-    """Interface of a connection to a service that restores itself. Methods raise only what their docstrings name."""
+    """Interface of a connection that reconnects to its service. Methods raise only what their docstrings name."""
 
     def send(self, frame: bytes) -> bool:
         """Send a frame without waiting; return False if that is impossible, as when no service is connected."""
@@ -63,7 +63,7 @@ class Transport(Protocol):
         ...
 
     def reconnect(self) -> None:
-        """Connect anew; raise `AddressError` if another user could listen at the address."""
+        """Close the socket and connect a new one; raise `AddressError` if another user could listen at the address."""
         ...
 
     def close(self) -> None:
@@ -163,7 +163,7 @@ class MessageChannel:
     def send(self, message: Request) -> bool:
         """Send a message without waiting; return False if that is impossible, as when no service is connected.
 
-        After such a failure, connect anew, unless the connection was last made less than five seconds ago.
+        After such a failure, reconnect, unless the last connection was made less than five seconds ago.
         """
         if self._transport.send(encode(message)):
             return True
@@ -219,7 +219,7 @@ class MessageChannel:
     def _fill(self) -> bool:
         """Take up to 16 messages from the transport if none is left to decode; return whether more may be waiting.
 
-        After more than 256 messages without a gap, drop those not decoded and connect anew: the service sends too fast.
+        After more than 256 messages without a gap, drop those not decoded and reconnect: the service sends too fast.
         """
         if self._backlog:
             return True

@@ -1,4 +1,4 @@
-"""Plan the batch of a draft step: which sessions take part, which rows each runs, and how much is prefilled.
+"""Plan the batch of a draft step: its sessions, the rows of each session, and the tokens to prefill.
 
 Planning takes time too: if several tenants share the draft, the number of sessions is limited, so that planning for
 them and running their rows at most about doubles the time of a step.
@@ -51,7 +51,10 @@ class TenantActivity:
         self.last_s = now_s
 
     def is_present(self, now_s: float) -> bool:
-        """Return whether the tenant has been silent for less than twice its usual pause, kept between 1 and 20 s."""
+        """Return whether the tenant's last message is less than a timeout ago.
+
+        The timeout is twice the tenant's usual pause between two steps, clamped to the range from 1 to 20 s.
+        """
         return now_s - self.last_s < min(max(_MIN_SILENCE_S, 2 * self.pause_s), _MAX_SILENCE_S)
 
 
@@ -137,7 +140,7 @@ def _interleave(queues: Sequence[Sequence[DraftSession]], count: int) -> list[Dr
 class DraftBatch:
     """The plan of one draft step: each row with its session, and the number of sessions considered for the step.
 
-    If the engine is so full that no row could be made, `without_room` has the sessions that were granted rows.
+    If the engine is so full that no row could be made, `without_room` has the sessions whose nodes were chosen.
     """
 
     num_sessions: int
@@ -148,7 +151,7 @@ class DraftBatch:
 class BatchPlanner:
     """Chooses sessions and rows for each draft step, and learns how long planning and prefill take.
 
-    Only the draft thread uses it. It updates `counts`, and teaches `cost` the time of draft steps without prefill.
+    Only the draft thread uses it. It updates `counts`, and adds the times of draft steps without prefill to `cost`.
     """
 
     def __init__(
@@ -176,7 +179,7 @@ class BatchPlanner:
         self._may_pause = False  # there are no other sessions to plan for
 
     def record_activity(self, session: DraftSession) -> None:
-        """Add a session to the runnable ones, and note that its tenant has sent a message."""
+        """Add a session to the runnable ones, and record that its tenant has sent a message."""
         self.runnable.add(session)
         activity = self._activity.get(session.tenant)
         if activity is None:
@@ -230,7 +233,7 @@ class BatchPlanner:
             self._prefilled.add(session.tenant, len(row.row.tokens) - row.row.num_outputs, now_s)
 
     def observe_planning(self, batch: DraftBatch, planning_s: float) -> None:
-        """Learn the time of planning per session and row; `planning_s` is a step's time without the engine's part."""
+        """Update the estimated planning time per session and row; `planning_s` is a step's time outside the engine."""
         each_s = planning_s / (batch.num_sessions + sum([len(row.nodes) for _, row in batch.rows]))
         self._planning_s += _SMOOTHING * (each_s - self._planning_s)
 
@@ -261,10 +264,10 @@ class BatchPlanner:
     def _requests(
         self, sessions: Sequence[DraftSession], others: Sequence[DraftSession]
     ) -> list[RowRequest[DraftSession]]:
-        """Return one request for rows for each session that has nodes to run.
+        """Return one row request for each session that has nodes whose distributions are wanted.
 
-        `others` are less important sessions (see `RunnableSessions.select`). Plan for them until 4 ms are over; then
-        set the time at which the next steps may plan for less important sessions again.
+        `others` are less important sessions (see `RunnableSessions.select`). Stop planning for them after 4 ms, and set
+        the earliest time at which a later step may plan for such sessions again.
         """
         now_s = self._clock()  # read once: all sessions of a tenant have then prefilled equally much
         requests = [self._row_request(session, now_s) for session in sessions]
@@ -278,10 +281,10 @@ class BatchPlanner:
         return [request for request in requests if request is not None]
 
     def _row_request(self, session: DraftSession, now_s: float) -> RowRequest[DraftSession] | None:
-        """Return a session's request to run nodes of its tree; None if it has none, or waits for its prefix donor.
+        """Return a session's request to compute distributions; None if it needs none, or waits for its prefix donor.
 
         The prefix donor is another session with the same prefix; this one waits while the donor prefills it. A session
-        without nodes to run, an idle one, and a paused one that no target waits for leave the runnable sessions.
+        that needs no distributions, an idle one, and a paused one that no target waits for leave the runnable sessions.
         """
         request = None
         with self._faults.guard(session), session.lock:
@@ -304,9 +307,9 @@ class BatchPlanner:
         return request
 
     def _choose_window(self, session: DraftSession) -> None:
-        """Limit what a session prefills to a window at its end, if its target decodes already and could use drafts now.
+        """Limit a session's prefill to a window at its end, if its target decodes already and could use drafts now.
 
-        The window takes about half a second. A session that has begun a longer prefill begins again.
+        Prefilling the window takes about half a second. A session that has begun a longer prefill begins again.
         """
         core, cache = session.core, session.tree_cache
         if not (core.waits_for_prefill or session.has_verdict) or not self._prefill_token_s:
@@ -324,7 +327,7 @@ class BatchPlanner:
         return replace(cost, per_row_s=cost.per_row_s + self._planning_s, per_prefill_token_s=self._prefill_token_s)
 
     def _engine_rows(self, request: RowRequest[DraftSession], prefill_chunk: int) -> list[EngineRow]:
-        """Return the engine rows for the nodes that a session was granted; make their handles in the engine's cache."""
+        """Return the engine rows for the chosen nodes of a session; make their handles in the engine's cache."""
         session = request.session
         with session.lock:
             core = session.core

@@ -1,4 +1,4 @@
-"""The draft thread, which repeats: take in changed sessions, plan a batch, run it, put its results into the trees.
+"""The draft thread, which repeats: take in changed sessions, plan a batch, run it, store its results in the trees.
 
 No other thread touches the engine. Rows of all sessions compete for a step: first those that a target waits for, then
 by how likely it is, by the draft's distributions, that their tokens will be verified. Prefill goes in chunks, and a
@@ -70,7 +70,7 @@ class DraftRunner:
 
     @property
     def is_alive(self) -> bool:
-        """Whether the draft thread is running: it ends when `stop` is called, when `engine_failed`, or by a crash."""
+        """Whether the draft thread is running; it ends when `stop` is called, the engine has failed, or it crashes."""
         return self._thread.is_alive()
 
     @property
@@ -81,19 +81,19 @@ class DraftRunner:
     def pause(self, duration_s: float) -> None:
         """Run no draft steps for `duration_s` from now on, after the present one; 0 ends a pause.
 
-        Called by the lookup thread.
+        Called by the lookup thread, which serves the clients.
         """
         self._paused_until_s = self._clock() + duration_s
         self._news.put(None)
 
     def notify(self, session: DraftSession) -> None:
-        """Queue a changed session for the draft thread and wake the thread. Called by the lookup thread."""
+        """Queue a changed session for the draft thread and wake it. Called by the thread that serves the clients."""
         self._news.put(session)
 
     def pop_updated(self) -> list[DraftSession]:
         """Return the sessions that have got new distributions since the last call, each once.
 
-        Called by the lookup thread.
+        Called by the lookup thread, which serves the clients.
         """
         grown: dict[DraftSession, None] = {}
         while not self._grown.empty():
@@ -103,7 +103,7 @@ class DraftRunner:
     def run_once(self) -> bool:
         """Run one iteration of the draft thread; return False if there were no rows to run.
 
-        After an exception that cannot be pinned on one session, record it, drop all sessions and return True.
+        After an exception that no single session caused, record it, drop all sessions and return True.
         """
         try:
             return self.run_step()
@@ -160,7 +160,7 @@ class DraftRunner:
                 self.planner.record_activity(session)
 
     def _close(self, session: DraftSession) -> None:
-        """Close the handles of a dropped session, and wake the lookup thread: a target may wait for the session."""
+        """Close the handles of a dropped session, and wake the thread that serves clients: a target may wait for it."""
         self.planner.runnable.discard(session)
         with self.faults.guard(session):
             session.close_handles()
@@ -170,7 +170,7 @@ class DraftRunner:
         """Close the handles of idle sessions, least recently used first, until idle sessions hold few enough tokens.
 
         The limit is the engine's `idle_cache_tokens`: more idle tokens in its cache would slow down other sessions. The
-        sessions stay in the store: a session that goes on after all is prefilled again.
+        sessions stay in the store: a session whose target does continue is prefilled again.
         """
         limit = self._engine.info.idle_cache_tokens
         if limit >= self._engine.info.max_tokens or self._engine.num_tokens <= limit:
@@ -186,7 +186,7 @@ class DraftRunner:
             self.counts.cleared += 1
 
     def _run_rows(self, rows: Sequence[SessionRow]) -> bool:
-        """Run one step and put its distributions into the trees; return False if the engine could not run it.
+        """Run one step and store its distributions in the trees; return False if the engine could not run it.
 
         If the engine was full, close the handles of the sessions and evict one session; after another error, run each
         session's rows alone.
@@ -219,7 +219,7 @@ class DraftRunner:
         return True
 
     def _place(self, rows: Sequence[SessionRow], distributions: Sequence[Distribution]) -> None:
-        """Put each distribution on its node, and keep the sessions that got distributions for `pop_updated`."""
+        """Store each distribution in its node, and keep the sessions that got distributions for `pop_updated`."""
         outputs = [(session, node) for session, row in rows for node in row.nodes]
         grown: dict[DraftSession, list[tuple[Node, Distribution]]] = {}
         for (session, node), distribution in zip(outputs, distributions, strict=True):

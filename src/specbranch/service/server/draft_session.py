@@ -1,6 +1,7 @@
 """One sequence that the service drafts for: its state, its draft tree, and the engine handles that hold it.
 
-The lookup thread and the draft thread share it; each holds its lock for microseconds at a time, never during a step.
+The lookup thread, which serves the clients, and the draft thread share it; each holds its lock for microseconds at a
+time, never during a step.
 """
 
 from __future__ import annotations
@@ -121,7 +122,7 @@ class DraftSession:
     def is_far_behind(self) -> bool:
         """Whether no target should wait for a draft, because more than 32 tokens are left to prefill.
 
-        This is so after a loss of the cache, for example. It is never so if the planner waits for prefill.
+        This is the case after a loss of the cache, for example, and never if the planner waits for prefill.
         """
         with self.lock:
             return self._needs_long_prefill()
@@ -138,7 +139,7 @@ class DraftSession:
             return True
 
     def touch(self, client: ClientActivity) -> None:
-        """Record that `client` has just opened the sequence or sent a verdict on it; it will get the pushed drafts."""
+        """Record that `client` has just opened the sequence or sent a verdict on it; it will get prefetched drafts."""
         self.client, self._last_step = client, client.steps
 
     def close_handles(self) -> None:
@@ -147,7 +148,7 @@ class DraftSession:
             self.tree_cache.close()
 
     def commit(self, row: StepRow) -> None:
-        """Commit the verdict in `row`, which changes the session's key and forgets the drafts pushed for it.
+        """Commit the verdict in `row`, which changes the session's key, and discard the record of prefetched drafts.
 
         The caller holds the lock and moves the session in the store.
         """
@@ -166,12 +167,12 @@ class DraftSession:
         self.pushed = []
 
     def mark_submitted(self, tokens: Sequence[int]) -> None:
-        """Mark these tokens of a pushed draft, which the target verifies already, as submitted in the draft tree."""
+        """Mark tokens of a prefetched draft, which the target verifies already, as submitted in the draft tree."""
         with self.lock:
             self.core.mark_submitted(tokens)
 
     def prefetch(self) -> list[VerdictDraft]:
-        """Return the drafts for the likeliest next verdicts, and note them as pushed; [] if they are unchanged."""
+        """Return the drafts for the likeliest next verdicts, and record them as sent; [] if they are unchanged."""
         with self.lock:
             outcomes = [
                 VerdictDraft(tokens, [node.token for node in nodes], pack_probs([node.sampled_from for node in nodes]))
@@ -188,7 +189,7 @@ class DraftSession:
         """Submit a draft and return it; or set the state TARGET_WAITING and return None if the target should wait.
 
         If a long prefill comes first, no target waits, and the draft is that of `propose_without_waiting`. The state
-        changes under the lock, so a draft step that ends meanwhile notifies the lookup thread only after the change.
+        changes under the lock, so that the end of a draft step is reported to the lookup thread only after the change.
         """
         with self.lock:
             draft = self._submit()
@@ -202,8 +203,8 @@ class DraftSession:
     def propose_without_waiting(self) -> Draft | None:
         """End the target's wait, and return the draft of this round at once; the return value is never None.
 
-        If no draft was submitted in this round, submit one: for rejection sampling all that has been drafted so far,
-        for exact match an empty draft (`Session.submit_ready`).
+        If no draft was submitted in this round, submit one: for rejection sampling all tokens drafted so far, for exact
+        match an empty draft (`Session.submit_ready`).
         """
         with self.lock:
             return self._submit_ready()

@@ -1,9 +1,9 @@
-"""Handle the requests of clients, and push drafts before the verdicts that they answer.
+"""Handle the requests of clients, and prefetch drafts: send them before the verdicts that they answer.
 
 A reply never waits for the draft step that is running, unless a planner lets the target wait for its draft.
 
-A push saves the target the round trip: it holds drafts for the likeliest next verdicts. If another verdict comes, the
-client asks for a draft as usual.
+A prefetched draft saves the target the round trip. Drafts are sent for the likeliest next verdicts; if another verdict
+comes, the client asks for a draft as usual.
 """
 
 from __future__ import annotations
@@ -65,11 +65,11 @@ _NO_DRAFT = Draft([])
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HandlerOptions:
-    """The service's settings, the longest wait for a draft, and whose key may drain the service (stop new sequences).
+    """The service's settings, the longest wait for a draft, and the key that may drain the service.
 
-    `settings` has the values that the service was started with, for `OverviewRequest`. `owner` is the public key that
-    may drain the service, empty if the service uses no keys, or None if no client may drain it. `shares_cores`: the
-    service runs on cores that its target uses too, so clients may pause it.
+    To drain is to stop new sequences. `settings` has the values that the service was started with, for
+    `OverviewRequest`. `owner` is the public key that may drain the service, empty if the service uses no keys, or None
+    if no client may. `shares_cores`: the service runs on cores that its target uses too, so clients may pause it.
     """
 
     settings: Mapping[str, str | int] = field(default_factory=dict)
@@ -79,7 +79,7 @@ class HandlerOptions:
 
 
 class RequestHandler:
-    """Serves the messages of clients, and returns replies and pushes to send. Called by the lookup thread only."""
+    """Serves the messages of clients; returns replies and prefetched drafts to send. Only one thread calls it."""
 
     def __init__(
         self,
@@ -148,15 +148,15 @@ class RequestHandler:
         return self._expired(self._waiting.completed(grown))
 
     def answer_overdue(self) -> list[Answer]:
-        """Return the replies whose deadline has passed; rows without a draft get what may be submitted at once."""
+        """Return the replies whose deadline has passed; rows that still wait get the draft that can be submitted."""
         overdue = self._waiting.overdue(self._clock())
         self.counts.overdue += len(overdue)
         return self._expired(overdue) if overdue else []
 
     def push_prefetched(self) -> list[Answer]:
-        """Return messages to send, with the drafts for the likeliest next verdicts where these drafts have changed.
+        """Return messages with prefetched drafts, those for the likeliest next verdicts, where they have changed.
 
-        The drafts then count as pushed. Call this after draft steps.
+        The drafts then count as sent. Call this after draft steps.
         """
         self._take_grown()
         unpushed, self._unpushed = self._unpushed, {}
@@ -305,7 +305,7 @@ class RequestHandler:
         return session, draft
 
     def _expired(self, done: Iterable[PendingStep]) -> list[Answer]:
-        """Return the replies to these steps; rows without a draft get what may be submitted at once."""
+        """Return the replies to these steps; rows that still wait get the draft that can be submitted now."""
         answers: list[Answer] = []
         for pending in done:
             try:
@@ -370,7 +370,7 @@ def _user_name(key: bytes) -> bytes:
 def prefetch_messages(sessions: Iterable[DraftSession], faults: FaultGuard) -> Iterator[tuple[bytes, PrefetchPush]]:
     """Yield pairs of a client and a message for it: the changed drafts of the `sessions` whose sequences it decodes.
 
-    The drafts then count as pushed. A session that fails is dropped through `faults`.
+    The drafts then count as sent. A session that fails is dropped through `faults`.
     """
     rows: dict[ClientActivity, list[PrefetchRow]] = {}
     for session in sessions:

@@ -28,7 +28,7 @@ _MIN_FREE_TOKENS = 64  # that the cache must have left for drafting
 
 
 class SessionLookup:
-    """Finds and opens sessions, and commits verdicts to them. Called by the lookup thread only."""
+    """Finds and opens sessions, and commits verdicts to them. Called only by the thread that serves the clients."""
 
     def __init__(
         self,

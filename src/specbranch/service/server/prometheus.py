@@ -40,7 +40,7 @@ def _declare(name: str, text: str, *, is_counter: bool = True) -> Any:
 
 @dataclass(slots=True, kw_only=True)
 class LookupCounts:
-    """The counters of the lookup thread."""
+    """The counters of the lookup thread, which serves the clients."""
 
     steps: int = _declare("target_steps", "Steps that targets sent.")
     wait_s: float = _declare("wait_seconds", "Time that answers were held back for a draft.")
@@ -55,7 +55,7 @@ class LookupCounts:
 
 @dataclass(slots=True, kw_only=True)
 class DraftRunnerCounts:
-    """The counters of the draft thread."""
+    """The counters of the draft thread, which runs the draft model."""
 
     rows: int = _declare("rows", "Draft rows run.")
     steps: int = _declare("steps", "Draft steps run.")
@@ -120,7 +120,7 @@ class ServiceMetrics:
         }
 
     def families(self) -> list[Metric]:
-        """Return all metrics, collected anew if they are older than a second."""
+        """Return all metrics; collect them again if the last collection is more than a second ago."""
         with self._lock:
             now_s = self._clock()
             if self._collected is None or now_s - self._collected[0] >= _MAX_AGE_S:

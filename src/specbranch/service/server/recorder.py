@@ -1,7 +1,7 @@
 """Pass on the events of a service, and write traces: verdicts with the draft's distributions.
 
-The lookup thread calls the methods of an `EventSink`, except `drafted`, which the draft thread calls. Callers need not
-know what is recorded.
+The lookup thread, which serves the clients, calls the methods of an `EventSink`, except `drafted`, which the draft
+thread calls. Callers need not know what is recorded.
 
 A verdict is kept in memory and written after its reply has left, so no target waits for a file. A trace holds token
 ids, which anyone with the model's tokenizer can read as text; so only its owner may read a new file.
@@ -38,7 +38,7 @@ _MAX_BYTES = 1 << 30
 
 @dataclass(frozen=True, slots=True)
 class PreVerdictState:
-    """What a trace needs to know of a session before a verdict changes it."""
+    """The state of a session before a verdict changes it, as far as a trace needs it."""
 
     prompt: list[int]  # only at the first verdict
     distributions: list[Distribution | None]
@@ -155,7 +155,7 @@ class VerdictRecord:
 
 
 class TraceRecorder:
-    """Writes one trace file, up to `max_bytes`. Only the lookup thread uses it.
+    """Writes one trace file, up to `max_bytes`. Only the thread that serves the clients uses it.
 
     It appends to an existing file, for example after a crash. `draft` is the name of the draft model. Tests pass
     another clock as `wall_ns` and another disk as `open_file`.

@@ -1,4 +1,4 @@
-"""The running draft service: one socket, a lookup thread (the caller's) and a draft thread.
+"""The running draft service: a socket, a lookup thread (the caller's), which serves the clients, and a draft thread.
 
 Messages wait in a fair queue until it is their client's turn; replies that are due are sent between two messages.
 """
@@ -148,7 +148,7 @@ class Server:
             log.info("stopped")
 
     def turn(self, router: Router) -> None:
-        """Run one iteration of the lookup thread: serve messages, send due replies, then drafts in advance."""
+        """Serve clients for one iteration: handle messages, send due replies, then send prefetched drafts."""
         is_woken = self._is_woken
         if is_woken:
             self._is_woken = False  # first, so that a draft step which ends now wakes this thread again
@@ -218,7 +218,7 @@ class Server:
                 log.debug("an answer was not sent, because its client has gone: %s", error)
 
     def _wake(self) -> None:
-        """Wake the lookup thread; if the pipe is full, a wake-up is pending already. Called by the draft thread."""
+        """Wake the thread that serves clients, unless a wake-up is pending (full pipe). Called by the draft thread."""
         self._is_woken = True
         if self._wake_sender is not None:
             with contextlib.suppress(zmq.Again):

@@ -326,7 +326,7 @@ class FaultGuard:
             self.drop(session, error)
 
     def drop(self, session: DraftSession, error: Exception) -> None:
-        """Record an exception, and drop the session that caused it; a client that goes on opens the sequence again."""
+        """Record an exception, and drop the session that caused it; its client can open the sequence again."""
         self.record(error, f"session {session.number} is dropped")
         self._store.drop(session)
 

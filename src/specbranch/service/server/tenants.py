@@ -1,4 +1,4 @@
-"""What a service learns about its targets: how long their steps take, and how many steps each client has sent."""
+"""The measurements that a service makes of its targets: the times of their steps, and the activity of each client."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class _Tenant:
 
 @dataclass(slots=True, eq=False)
 class ClientActivity:
-    """What one client has sent and received: steps, namespaces, and `PrefetchPush` messages since its last step."""
+    """The activity of one client: its steps, its namespaces, and the `PrefetchPush` messages since its last step."""
 
     client: bytes = b""
     steps: int = 0
@@ -32,14 +32,14 @@ class ClientActivity:
     namespaces: set[bytes] = field(default_factory=set)
 
     def begin_step(self, now_s: float) -> None:
-        """Count a step that came at `now_s`, and set the number of pushes since the last step to zero."""
+        """Count a step that came at `now_s`, and reset the number of `PrefetchPush` messages since the last step."""
         self.steps += 1
         self.last_message_s = now_s
         self.num_pushes = 0
 
 
 class Tenants:
-    """Learned costs by namespace and activity by client. When full, each drops the entry used least recently."""
+    """Learned costs by namespace and activity by client. When full, each evicts the entry used least recently."""
 
     def __init__(self, draft_cost: StepTimeModel) -> None:
         self._draft_cost = draft_cost

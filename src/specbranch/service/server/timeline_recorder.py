@@ -78,7 +78,7 @@ class RowVerdict:
 class TimelineRecorder:
     """Records up to `max_events` events, then logs one warning and records no more. Two threads may use it at once.
 
-    It records trees until they have `max_nodes` nodes in all. A `lane`, a client and a namespace, stands for a target.
+    It records trees until they have `max_nodes` nodes in all. The `lane` of a target is its client and its namespace.
     """
 
     def __init__(self, max_events: int = 1_000_000, max_nodes: int = 4_000_000) -> None:
@@ -140,7 +140,10 @@ class TimelineRecorder:
             self._record("wait", number, since_s, at_s, (num_held,))
 
     def draft(self, start_s: float, end_s: float, rows: int, tokens: int, is_prefill: bool, sessions: set[int]) -> None:
-        """Record one step of the draft engine, with its numbers of rows and tokens and the numbers of its sessions."""
+        """Record one step of the draft engine: its times, counts of rows and tokens, and the ids of its sessions.
+
+        `is_prefill`: the step counts as prefill.
+        """
         self._record("draft", 0, start_s, end_s, (rows, tokens, is_prefill, tuple(sorted(sessions))))
 
     def write(self, path: Path, **about: Any) -> None:

@@ -1,7 +1,7 @@
 """The messages between clients and services: MessagePack of bounded size, with token ids and no text, versioned.
 
-A digest names a sequence. A namespace separates one client's sequences from another's; it is random unless clients were
-given the same namespace on purpose. Every exchange carries the client's round number, which identifies a late reply.
+A digest identifies a sequence. A namespace separates one client's sequences from another's; it is random unless clients
+share one on purpose. Every exchange carries the client's round number, which identifies a late reply.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class WireHint(Struct, array_like=True, frozen=True, forbid_unknown_fields=True)
 
 
 class WireSampling(Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
-    """How the target samples a sequence, and the seed that samples its draft tokens (`core/distribution.py`)."""
+    """The sampling parameters of a sequence, and the seed that samples its draft tokens (`core/distribution.py`)."""
 
     temperature: Annotated[float, Meta(gt=0, le=100)]
     top_p: Annotated[float, Meta(gt=0, le=1)]
@@ -98,11 +98,11 @@ class WireSampling(Struct, array_like=True, frozen=True, forbid_unknown_fields=T
 class StepRow(Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
     """The verdict on one sequence in an engine step: its digests before and after, and the tokens just committed.
 
-    `prefetched`: the draft that the service sent in advance for this verdict, and that the target is already verifying;
-    None asks for a draft. `sampling`: how the target samples, so that draft tokens may be sampled and verified by
-    rejection sampling; None if they must not be. `max_draft_tokens`: the maximum length of a draft.
-    `has_recurring_noise`: the target may draw the same random numbers again, for example from a seed, so the tokens
-    must not help to draft another sequence (`Session.seclude`).
+    `prefetched`: the draft that the service sent before this verdict came, and that the target is already verifying;
+    None asks for a draft. `sampling`: the request's sampling parameters, with which the draft may sample its tokens for
+    rejection sampling; None if it must not. `max_draft_tokens`: the maximum length of a draft. `has_recurring_noise`:
+    the target may draw the same random numbers again, for example from a seed, so the tokens must not help to draft
+    another sequence (`Session.seclude`).
     """
 
     before: SequenceId
@@ -127,8 +127,8 @@ class OtherRows(Struct, array_like=True, frozen=True, forbid_unknown_fields=True
 class StepRequest(Struct, tag="step", array_like=True, frozen=True, forbid_unknown_fields=True):
     """One engine step: all its sequences that the service drafts for. The reply may take up to `wait_ms`.
 
-    The service sends no `DraftReply` if every row has a prefetched draft. `step_us` is how long the step took, if it
-    decoded only these rows and the rows counted in `beside`; 0 if nothing can be learned from it.
+    The service sends no `DraftReply` if every row has a prefetched draft. `beside` sums up the step's rows that other
+    services draft for. `step_us` is the step's duration; 0 if it is unknown or the step decoded any other rows.
     """
 
     round: Round
@@ -159,14 +159,14 @@ class VerdictDraft(Struct, array_like=True, frozen=True, forbid_unknown_fields=T
 
 
 class PrefetchRow(Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
-    """Drafts for the likeliest next verdicts on one sequence, which is named by its digest before the verdict."""
+    """Drafts for the likeliest next verdicts on one sequence, identified by its digest before any of them."""
 
     before: SequenceId
     outcomes: Annotated[list[VerdictDraft], Meta(max_length=MAX_OUTCOMES)]
 
 
 class PrefetchPush(Struct, tag="ahead", array_like=True, frozen=True, forbid_unknown_fields=True):
-    """Drafts sent before the verdicts that they answer; they replace earlier drafts for the same sequences."""
+    """Prefetched drafts: sent before the verdicts that they answer, in place of earlier ones for the same sequences."""
 
     rows: Annotated[list[PrefetchRow], Meta(min_length=1, max_length=MAX_AHEAD)]
 

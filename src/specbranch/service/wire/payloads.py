@@ -1,4 +1,4 @@
-"""Digests that name sequences, and probabilities packed for the wire.
+"""Digests that identify sequences, and probabilities packed for the wire.
 
 The distributions of a draft are packed as one byte per token with its number of ids, 0 for a token that was not
 sampled, then all ids, then all probabilities, four bytes each, little-endian.
@@ -21,7 +21,7 @@ DrawnFrom = Sequence[Distribution | None]
 
 
 class Digest:
-    """The running hash of a sequence's tokens, by which client and service name the sequence."""
+    """The running hash of a sequence's tokens, by which client and service identify the sequence."""
 
     def __init__(self, tokens: Tokens = ()) -> None:
         self._hash = hashlib.blake2b(as_bytes(tokens), digest_size=DIGEST_LEN)
