@@ -432,6 +432,19 @@ def test_in_turns_budget_drafts_only_while_the_target_waits_and_one_token_at_a_t
     assert list(session.rows()) == []
 
 
+def test_in_turns_the_draft_stops_before_the_step_that_the_target_does_not_wait_for() -> None:
+    """The draft thread asks for rows as soon as a step has ended, before the target got its reply."""
+    lengths = []
+    for draft_s in (0.3, 1.0):
+        session = session_of("budget", costs=costs_of_turns(draft_s), gamma=15, takes_turns=True, uses_text=False)
+        assert session.propose() is None
+        while session.rows():
+            run(session, DOUBTFUL)
+        lengths.append(len(session.propose() or []))
+
+    assert lengths[0] > lengths[1] > 0
+
+
 def test_only_in_turns_budget_lets_the_target_wait_for_prefill() -> None:
     assert [session_of("budget", takes_turns=turns).waits_for_prefill for turns in (False, True)] == [False, True]
     assert not session_of("sps").waits_for_prefill

@@ -129,7 +129,9 @@ class BudgetPlanner(Planner[BudgetSettings]):
             round.ngrams.index_new_tokens()
         deepens = settings.run_guesses and self._sources
         if settings.takes_turns:
-            return self._rows_in_turn(round) if self._awaited == round.index and round.is_waiting else []
+            # Asked again here: the draft must not begin a step after the one at whose end the target goes on.
+            is_awaited = self._awaited == round.index and round.is_waiting
+            return self._rows_in_turn(round) if is_awaited and self._waiting_pays(round) else []
         return best_rows(round, tree.root, depth, settings.max_rows, _MIN_PROB, guess if deepens else None)
 
     def learn(self, round: Round, verdict: Verdict) -> None:
@@ -178,8 +180,7 @@ class BudgetPlanner(Planner[BudgetSettings]):
         """
         tree, settings = round.tree, self.settings
         tip = self._tip(tree)
-        if tip is None:
-            return []
+        assert tip is not None, "only while waiting pays"
         self._num_steps += tip is not self._last_tip  # a step may be planned twice
         self._last_tip = tip
         nodes, cost = [tip], round.costs.draft.cost
