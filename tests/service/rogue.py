@@ -22,7 +22,6 @@ from specbranch.service.wire.messages import (
     Hello,
     OpenSequences,
     OverviewRequest,
-    Pause,
     StatsRequest,
     StepRequest,
     Welcome,
@@ -114,7 +113,7 @@ def main() -> None:
             request = decode_request(frame)
             if isinstance(request, Hello):
                 router.send_multipart((client, encode(Welcome(VERSION, request.round, "rogue", FOREIGN + 1))))
-            elif not isinstance(request, OpenSequences | Pause):
+            elif not isinstance(request, OpenSequences):
                 streams[client] = _DEEDS[args.deed](request)
         for client, stream in list(streams.items()):
             if not _send_on(router, client, stream):

@@ -115,11 +115,10 @@ class Scenario(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One benchmark: a pair of models, the cores that they run on, the prompts, and the methods to compare.
 
     Without `target_cores` nothing is pinned, as on a GPU. `arguments` are passed to `vllm.LLM`, or to `vllm serve` as
-    flags, and `draft_arguments` to `specbranch draft`. `gamma` is the maximum of draft tokens verified at once. With
-    `lends_cores` the target uses the draft's cores too while the draft cannot help. `deadline_ms` is the longest time
-    that the target waits for a draft. `concurrency` lists group sizes: the requests of a group are sent together.
-    `groups` limits the number of groups for each size and task. With `served`, real servers are measured under load
-    instead.
+    flags, and `draft_arguments` to `specbranch draft`. `gamma` is the maximum of draft tokens verified at once.
+    `deadline_ms` is the longest time that the target waits for a draft. `concurrency` lists group sizes: the requests
+    of a group are sent together. `groups` limits the number of groups for each size and task. With `served`, real
+    servers are measured under load instead.
 
     If memory cannot hold all engines, `engines_at_once` is how many it can hold. Each engine then answers a `block` of
     groups before the next one is loaded in its place.
@@ -133,7 +132,6 @@ class Scenario(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     dtype: str = "bfloat16"
     target_cores: list[_Natural] = msgspec.field(default_factory=lambda: [0])
     draft_cores: list[_Natural] = msgspec.field(default_factory=lambda: [1])
-    lends_cores: bool = False
     draft_arguments: list[str] = []
     arguments: dict[str, Any] = {}
     max_tokens: _Positive = 128
@@ -177,8 +175,6 @@ class Scenario(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def cores_of(self, method: BenchMethod) -> list[int]:
         """Return the cores that a method's vLLM is pinned to; [] if it is not pinned."""
-        if method.has_service and self.lends_cores:
-            return [*self.target_cores, *self.draft_cores]
         return method.cores or self.target_cores
 
     def draft_options(self) -> DraftServiceOptions:
@@ -187,7 +183,6 @@ class Scenario(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             self.draft,
             cores=self.draft_cores or None,
             threads=len(self.draft_cores) or None,
-            shares_cores=self.lends_cores,
             extra=["--log-level", "warning", *self.draft_arguments],
         )
 
@@ -207,7 +202,6 @@ class Scenario(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             return None
         return ProposerSettings(
             address=address if method.uses_service else None,
-            lent_cores=self.draft_cores if self.lends_cores and method.uses_service else None,
             planner=method.planner,
             settings=method.settings,
             predictor=method.predictor,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -265,3 +265,8 @@ def parse_key_values(option: str, given: Sequence[str] | None) -> dict[str, Any]
         except ValueError:
             found[key] = value
     return found
+
+
+def may_take_turns(planner: str, settings: Mapping[str, Any]) -> bool:
+    """Return whether target and draft may take turns on the same cores: with `budget`, unless a setting forbids it."""
+    return planner == DEFAULT_PLANNER and settings.get("takes_turns") is not False

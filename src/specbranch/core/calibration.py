@@ -10,6 +10,7 @@ learned by a second regression. Old observations count less.
 
 from __future__ import annotations
 
+import copy
 import math
 from itertools import islice
 
@@ -155,6 +156,14 @@ class Calibration:
                 found = (right + _PRIOR * found) / (seen + _PRIOR)
             self._guess_probs[grounds] = found
         return found
+
+    def __deepcopy__(self, memo: dict[int, object]) -> Calibration:
+        """Return a copy. Another thread may read or observe guesses meanwhile, so their tables are copied at once."""
+        twin = copy.copy(self)
+        twin._first, twin._kept = copy.copy(self._first), copy.copy(self._kept)
+        twin._others, twin._others_of_drawn = copy.deepcopy((self._others, self._others_of_drawn), memo)
+        twin._guesses, twin._guess_probs = self._guesses.copy(), {}
+        return twin
 
     def observe_guess(self, grounds: Grounds, is_right: bool) -> None:
         """Count an n-gram guess as right or wrong for its `grounds`: its source and matched context length."""

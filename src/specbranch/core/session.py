@@ -160,14 +160,18 @@ class Session:
     def submit_ready(self) -> None:
         """Submit at the deadline, even if the planner would let the target wait, unless this round has a submission.
 
-        For exact match the chain is empty. For rejection sampling it is the drafted chain, up to the planner's `gamma`:
-        how long a planner waits depends on the tokens that follow a token, and whether a token is tested must not
-        depend on these.
+        The chain is that of the planner's `submit_after`. If the planner has none, it is empty for exact match, and for
+        rejection sampling the drafted chain, up to the planner's `gamma`: how long a planner waits depends on the
+        tokens that follow a token, and whether a token is tested must not depend on these.
         """
         tree = self.round.tree
-        if self.is_sampled and self.round.is_waiting:
-            gamma = getattr(self._planner.settings, "gamma", MAX_WINDOW)
-            tree.submit(tree.chain(tree.root, gamma, has_guesses=False)[: self.max_draft_tokens])
+        if self.round.is_waiting:
+            nodes = self._planner.submit_after(self.round, tree.root)
+            if nodes is None and self.is_sampled:
+                gamma = getattr(self._planner.settings, "gamma", MAX_WINDOW)
+                nodes = tree.chain(tree.root, gamma, has_guesses=False)
+            if nodes is not None:
+                tree.submit(nodes[: self.max_draft_tokens])
         self.skip_round()
 
     def rows(self) -> Sequence[Node]:

@@ -8,7 +8,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -30,6 +30,7 @@ OnProgress = Callable[[str], None]
 IDLE_S = 60.0  # give up a start during which the process does nothing for this long
 
 _ERROR = "error: "  # begins the last line of a command that has failed
+_TURN_MS = 1000.0  # the longest turn of the draft, in which the target waits
 _STOP_S = 10.0
 _PROBE_S = 0.5
 _LOOK_S = 0.2
@@ -50,7 +51,7 @@ class DraftServiceOptions:
     """The options of `specbranch draft`.
 
     Without `address` the service listens on a new socket that only this user can reach.
-    `timeline` and `record` are files that the service writes. With `shares_cores` the target may pause it.
+    `timeline` and `record` are files that the service writes.
     `extra` is added to its command line as it is.
     """
 
@@ -64,7 +65,6 @@ class DraftServiceOptions:
     address: str | None = None
     timeline: str | Path | None = None
     record: str | Path | None = None
-    shares_cores: bool = False
     extra: Sequence[str] = ()
 
     def arguments(self, address: str) -> list[str]:
@@ -80,22 +80,30 @@ class DraftServiceOptions:
             "--record": Path(self.record).absolute() if self.record is not None else None,
         }
         pairs = [part for name, value in chosen.items() if value is not None for part in (name, str(value))]
-        shared = ["--shares-cores"] if self.shares_cores else []
-        return ["draft", self.model, *pairs, *shared, "--until-eof", *self.extra]
+        return ["draft", self.model, *pairs, "--until-eof", *self.extra]
 
 
 @dataclass(frozen=True, slots=True)
 class PairPlacement:
     """Where a draft and its target run: the result of `place_pair`.
 
-    `draft` has the draft's device and cores (None: no draft); `target_cores` is None if the target is not pinned.
-    `lent_cores` are those of the target's cores that the draft uses while it drafts.
+    `draft` has the draft's device and cores (None: no draft); `target_cores` is None if the target is not pinned. With
+    `takes_turns` both have the same cores, and the planner `budget` lets only one of them compute at a time.
     """
 
     draft: DraftServiceOptions | None
     target_cores: tuple[int, ...] | None
     warning: str | None = None  # what is wrong with the draft's device; None if nothing is
-    lent_cores: tuple[int, ...] = ()
+    takes_turns: bool = False
+
+    def with_turns(self, section: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the proposer's settings `section` with what turns need, if target and draft take turns.
+
+        That is the planner's setting `takes_turns`, and a deadline for several draft steps unless `section` has one.
+        """
+        if not self.takes_turns:
+            return dict(section)
+        return {"deadline_ms": _TURN_MS, **section, "settings": {**section["settings"], "takes_turns": True}}
 
 
 def place_pair(
@@ -104,24 +112,23 @@ def place_pair(
     target_cores: str | None = None,
     draft_cores: str | None = None,
     *,
-    lends: bool = False,
+    may_take_turns: bool = False,
 ) -> PairPlacement:
     """Choose the draft's device, and divide the cores of this process between target and draft.
 
     `draft.device` is the value that the user gave, such as `auto`; `target_cores` and `draft_cores` are the values of
-    `--target-cores` and `--draft-cores`. With `lends`, a target that runs on the CPU in one process gets the draft's
-    cores too, unless the user named cores, and lends them to the draft.
+    `--target-cores` and `--draft-cores`. With `may_take_turns`, a draft on the CPU and a target that runs there in one
+    process both get all cores and take turns, unless the user named cores: on two cores that is faster than one each.
     """
     if draft is None:
         return PairPlacement(None, divide_cores("none", target_cores, draft_cores).target)
     place = place_draft(draft.device, draft.model, draft.engine, layout)
     cores = divide_cores(place.device, target_cores, draft_cores)
-    draft = replace(draft, device=place.device, cores=cores.draft)
-    target, lent = cores.target, cores.draft if place.device == "cpu" else None
-    can_lend = lends and layout.in_one_process and target_cores is None and draft_cores is None
-    if not can_lend or is_bound_by_user() or not target or not lent or set(target) & set(lent):
-        return PairPlacement(draft, target, place.warning)
-    return PairPlacement(replace(draft, shares_cores=True), (*target, *lent), place.warning, lent)
+    is_named = target_cores is not None or draft_cores is not None or is_bound_by_user()
+    if may_take_turns and layout.in_one_process and not is_named and place.device == "cpu" and cores.target:
+        shared = tuple(sorted({*cores.target, *(cores.draft or ())}))
+        return PairPlacement(replace(draft, device="cpu", cores=shared), shared, place.warning, takes_turns=True)
+    return PairPlacement(replace(draft, device=place.device, cores=cores.draft), cores.target, place.warning)
 
 
 class DraftProcess:

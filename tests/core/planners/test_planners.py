@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
 from specbranch.core.costs import PairModel, StepCost
-from specbranch.core.distribution import Distribution
+from specbranch.core.distribution import Distribution, RequestSampling
 from specbranch.core.ngram import TEXT
 from specbranch.core.node import GreedyPicker, Node
 from specbranch.core.planners import PLANNERS, SettingError, draft_length_limit, make_planner, setting_names
@@ -450,6 +451,25 @@ def test_only_in_turns_budget_lets_the_target_wait_for_prefill() -> None:
     assert not session_of("sps").waits_for_prefill
 
 
+def test_in_turns_the_first_token_of_an_answer_waits_for_no_draft() -> None:
+    session = session_of("budget", costs=costs_of_turns(0.01), takes_turns=True)
+    session.commit([1])
+
+    assert session.propose() == []
+    session.commit([1])
+    assert session.propose() is None
+
+
+def test_in_turns_what_is_drafted_at_the_deadline_is_submitted() -> None:
+    session = session_of("budget", costs=costs_of_turns(0.01), takes_turns=True, uses_text=False)
+    assert session.propose() is None
+    run(session)
+    assert session.propose() is None
+    session.submit_ready()
+
+    assert session.submitted == [1]
+
+
 def test_in_turns_budget_does_not_wait_where_the_text_is_as_good_a_guess() -> None:
     costs = costs_of_turns(1.0)
     for _ in range(40):
@@ -581,3 +601,31 @@ def test_where_the_first_draft_token_is_expensive_budget_submits_much_or_nothing
         (node,) = session.tree.children(node, 1)
 
     assert len(session.propose() or []) == expected
+
+
+def test_in_turns_a_sampled_token_is_submitted_or_not_whichever_it_is() -> None:
+    """After one of two equally likely tokens the text has a guess, so there the target does not wait for the draft.
+
+    After the other it waits, here until the deadline. Both must end in the same decision about the sampled token.
+    """
+    for drafted_s, expected in ((0.32, set()), (0.1, {7, 8})):
+        submitted = set()
+        for seed in range(20):
+            costs = PairModel()
+            for length in (2, 3, 4):
+                costs.sampled.observe_guess((TEXT, length), True)
+            for _ in range(40):
+                costs.draft.observe(1, 0.03)
+                costs.target.observe(1, 0, 0.1, 1)
+            for _ in range(40):
+                costs.target.observe(1, 1, drafted_s, 2)
+                costs.target.observe(1, 3, drafted_s + 0.0001, 2)
+            prompt = [1, 5, 7, 9, 3, 2, 5, 7, 9, 3, 4, 5]
+            session = session_of("budget", prompt=prompt, costs=costs, gamma=4, takes_turns=True, cost_aware=True)
+            session.set_sampling(RequestSampling(1.0, seed=seed))
+            assert session.propose() is None
+            run(session, Distribution((7, 8), (0.5, 0.5), math.log(2)))
+            if session.propose() is None:
+                session.submit_ready()
+            submitted |= set(session.submitted[:1])
+        assert submitted == expected

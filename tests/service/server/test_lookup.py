@@ -13,7 +13,7 @@ from specbranch.engines.base import Row
 from specbranch.errors import EngineError, EngineFull
 from specbranch.service.server.draft_runner import DraftRunner
 from specbranch.service.server.draft_session import State
-from specbranch.service.server.handler import HandlerOptions, RequestHandler
+from specbranch.service.server.handler import RequestHandler
 from specbranch.service.server.recorder import EventSink
 from specbranch.service.server.store import SessionStore
 from specbranch.service.server.timeline_recorder import TimelineRecorder
@@ -23,7 +23,6 @@ from specbranch.service.wire.messages import (
     ErrorReply,
     Hello,
     OpenSequences,
-    Pause,
     Reply,
     Request,
     StatsReply,
@@ -44,11 +43,7 @@ class Bench:
     """A service on a table: a clock that is turned by hand."""
 
     def __init__(
-        self,
-        engine: ScriptedEngine | None = None,
-        max_sessions: int = 8,
-        timeline: TimelineRecorder | None = None,
-        options: HandlerOptions | None = None,
+        self, engine: ScriptedEngine | None = None, max_sessions: int = 8, timeline: TimelineRecorder | None = None
     ) -> None:
         self.now_s = 100.0
         self.client = b"me"  # who asks, unless somebody else is named
@@ -56,7 +51,7 @@ class Bench:
         self.store = SessionStore(max_sessions, 10_000)
         observer = EventSink(timeline)
         self.runner = DraftRunner(self.engine, self.store, clock=lambda: self.now_s, observer=observer, prefill_chunk=4)
-        self.handler = RequestHandler(self.engine, self.store, self.runner, observer, lambda: self.now_s, options)
+        self.handler = RequestHandler(self.engine, self.store, self.runner, observer, clock=lambda: self.now_s)
 
     def ask(self, request: Request, client: bytes | None = None) -> list[Reply]:
         return [reply for _, reply in self.handler.handle(client or self.client, [encode(request)])]
@@ -90,37 +85,6 @@ class Bench:
 
 def likely(text: list[int]) -> int:
     return DRAFT.distribution(tuple(text)).ids[0]
-
-
-def test_a_pause_stops_drafting_until_it_ends_or_is_over() -> None:
-    bench = Bench(options=HandlerOptions(shares_cores=True))
-    bench.open([1, 2, 3])
-    assert bench.ask(Pause(2000)) == []
-    bench.work()
-    assert bench.engine.num_tokens == 0
-
-    bench.now_s += 2.1  # its target may have died
-    bench.work(1)
-    num_tokens = bench.engine.num_tokens
-    assert num_tokens > 0
-
-    bench.ask(Pause(2000))
-    bench.work(1)
-    assert bench.engine.num_tokens == num_tokens
-    bench.ask(Pause(0))
-    bench.work(1)
-    assert bench.engine.num_tokens > num_tokens
-
-
-def test_a_service_with_cores_of_its_own_cannot_be_paused() -> None:
-    bench = Bench()
-    bench.open([1, 2, 3])
-
-    (refusal,) = bench.ask(Pause(2000))
-    bench.work()
-
-    assert isinstance(refusal, ErrorReply) and "--shares-cores" in refusal.reason
-    assert bench.engine.num_tokens > 0
 
 
 def test_an_unknown_text_is_asked_for_and_then_drafted() -> None:

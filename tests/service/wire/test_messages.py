@@ -14,7 +14,6 @@ from specbranch.engines.vocabulary import MAX_SAMPLE
 from specbranch.service.wire.messages import (
     MAX_FRAME,
     MAX_NEW,
-    MAX_PAUSE_MS,
     MAX_REPLY,
     MAX_ROWS,
     MAX_SEQUENCE,
@@ -29,7 +28,6 @@ from specbranch.service.wire.messages import (
     OtherRows,
     Overview,
     OverviewRequest,
-    Pause,
     PrefetchPush,
     PrefetchRow,
     Reply,
@@ -77,8 +75,6 @@ REQUESTS: list[Request] = [
     StepRequest(12, b"ours", 0.0, [StepRow(NAME, [4], NAME, 0)], 9000, OtherRows(3, 12, 5)),
     Drain(13),
     Drain(14, False),
-    Pause(0),
-    Pause(MAX_PAUSE_MS),
     StatsRequest(10, b"ours"),
     OverviewRequest(11),
 ]
@@ -147,13 +143,11 @@ def test_a_reply_is_no_request() -> None:
         OpenSequences(b"ours", "pearl", {}, "confidence", [pack_tokens([1] * (MAX_SEQUENCE + 1))]),
         StepRequest(1, b"ours", 1.0, [StepRow(NAME, [4], NAME, 0)], 0, OtherRows(-1, 0, 0)),
         Drain(-1),
-        Pause(-1),
-        Pause(MAX_PAUSE_MS + 1),
         StatsRequest(-1, b"ours"),
         StatsRequest(1, b""),
         StatsRequest(1, b"x" * 65),
     ],
-    ids=range(30),
+    ids=range(28),
 )
 def test_what_is_out_of_bounds_is_refused(message: Request) -> None:
     with pytest.raises(FrameError):

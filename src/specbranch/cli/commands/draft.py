@@ -74,12 +74,6 @@ def draft(
             metavar="SECONDS", help="Longest that an answer is held back, however long its target would wait.", min=0.0
         ),
     ] = 1.0,
-    shares_cores: Annotated[
-        bool,
-        typer.Option(
-            "--shares-cores", help="Let targets pause drafting while they use the service's cores; `serve` sets this."
-        ),
-    ] = False,
     metrics_port: Annotated[
         int | None, typer.Option(metavar="PORT", help="Port on localhost for Prometheus metrics. Default: none.")
     ] = None,
@@ -126,7 +120,6 @@ def draft(
             max_sessions,
             engine=name,
             max_wait_s=max_wait,
-            shares_cores=shares_cores,
         )
         timeline_recorder = TimelineRecorder() if timeline else None
         options.on_progress(f"importing the libraries of the {name} engine")

@@ -40,6 +40,7 @@ from specbranch.cli.options import (
     TimelineFile,
     VllmArg,
     draft_arguments,
+    may_take_turns,
     parse_key_values,
     remote_draft,
     vllm_arguments,
@@ -119,7 +120,8 @@ def generate(
     with friendly_errors(*errors), _leaving_at_ctrl_c():
         if not bare and draft is not None and draft_address:
             raise UsageError("give only one of --draft MODEL and --draft-address ADDRESS")
-        section = {"planner": planner, "settings": parse_key_values("--set", settings), "predictor": predictor}
+        own = parse_key_values("--set", settings)
+        section = {"planner": planner, "settings": own, "predictor": predictor}
         given = vllm_arguments(context, vllm_arg)
         how = None
         if draft is not None and not bare:
@@ -131,12 +133,13 @@ def generate(
                 timeline=timeline,
                 extra=draft_arguments(draft_arg),
             )
-        place = place_pair(how, ParallelLayout.of_arguments(given), target_cores, draft_cores, lends=True)
-        lent = {"lent_cores": list(place.lent_cores)} if place.lent_cores else {}
+        turns = may_take_turns(planner, own)
+        layout = ParallelLayout.of_arguments(given)
+        place = place_pair(how, layout, target_cores, draft_cores, may_take_turns=turns)
         options = LocalPairOptions(
             target=target,
             draft=place.draft,
-            section={**section, **lent, "deadline_ms": deadline_ms, "is_gated": False},
+            section=place.with_turns({**section, "deadline_ms": deadline_ms, "is_gated": False}),
             gamma=gamma or draft_length_limit(planner),
             remote=None if bare else remote_draft(draft_address, draft_keys),
             has_text_drafts=not bare,

@@ -35,6 +35,7 @@ from specbranch.cli.options import (
     check_directory,
     check_flag_typos,
     draft_arguments,
+    may_take_turns,
     parse_key_values,
     remote_draft,
 )
@@ -175,9 +176,8 @@ def serve(
                 record=record,
                 extra=draft_arguments(draft_arg),
             )
-        place = place_pair(options, layout_of(flags), target_cores, draft_cores, lends=True)
-        if place.lent_cores:
-            section["lent_cores"] = list(place.lent_cores)
+        turns = may_take_turns(planner, section["settings"])
+        place = place_pair(options, layout_of(flags), target_cores, draft_cores, may_take_turns=turns)
         plan = _Plan(
             target=target,
             draft=place.draft,
@@ -185,7 +185,7 @@ def serve(
             is_bare=bare,
             target_cores=place.target_cores,
             gamma=gamma or draft_length_limit(planner),
-            section=section,
+            section=place.with_turns(section),
             flags=flags,
         )
         plan.check()

@@ -31,6 +31,7 @@ from specbranch.core.round import Round, Verdict
 from specbranch.core.tree import Tree
 
 _MIN_PROB = 0.01
+_FIRST_ROUND = 1  # it begins with the first token of the answer, which nobody should wait for longer than without us
 _MAX_PLAIN = 32  # rounds without a wait; then the target waits for one draft step, so that its cost stays known
 _MIN_GUESS_PROB = 0.1  # a guess that is verified in vain costs the target a little
 
@@ -87,7 +88,7 @@ class BudgetPlanner(Planner[BudgetSettings]):
             tip = tree.next_unrun(tree.root, self.settings.gamma)
             if tip is not None and tree.path_prob(tip) >= _MIN_PROB:
                 return None
-        if self.settings.takes_turns and self._waiting_pays(round):
+        if self.settings.takes_turns and round.index != _FIRST_ROUND and self._waiting_pays(round):
             self._awaited = round.index
             return None
         return self.submit_after(round, tree.root)

@@ -99,16 +99,13 @@ class StepInfo:
 
     `prompts`: the prompts that get drafts and whose prefill the step begins. `num_pads`: how many of the step's draft
     tokens are padding tokens, with the id -1. `limits`: the maximum of draft tokens of each new request that names one,
-    by the request's id. `ended`: the ids of the requests that have ended. `num_tokens`: all tokens of the step.
-    `has_prefill`: some of these are of a prompt.
+    by the request's id. `ended`: the ids of the requests that have ended.
     """
 
     prompts: Sequence[Sequence[int]] = ()
     num_pads: int = 0
     limits: Mapping[str, int] = field(default_factory=dict)
     ended: Collection[str] = ()
-    num_tokens: int = 0
-    has_prefill: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -284,12 +281,9 @@ def _step_info(scheduler_output: Any) -> StepInfo:
             if request.prompt_token_ids and not request.lora_request and not request.mm_features
             if limits[request.req_id] != 0 and not is_seeded(request.sampling_params)
         ]
-        drafts = scheduler_output.scheduled_spec_decode_tokens
-        num_pads = sum(tokens.count(PAD) for tokens in drafts.values())
-        sizes = getattr(scheduler_output, "num_scheduled_tokens", {})
-        has_prefill = any(size > 1 + len(drafts.get(name, ())) for name, size in sizes.items())
+        num_pads = sum(tokens.count(PAD) for tokens in scheduler_output.scheduled_spec_decode_tokens.values())
         known = {name: limit for name, limit in limits.items() if limit is not None}
-        return StepInfo(prompts, num_pads, known, scheduler_output.finished_req_ids, sum(sizes.values()), has_prefill)
+        return StepInfo(prompts, num_pads, known, scheduler_output.finished_req_ids)
     except AttributeError as error:
         _warn_of_runner(repr(error))
         return StepInfo()

@@ -21,7 +21,6 @@ from specbranch.core.text_drafter import TextDrafter
 from specbranch.engines.vocabulary import read_fingerprint
 from specbranch.plugins.vllm import compat
 from specbranch.plugins.vllm.compat import BatchRow, StepInfo
-from specbranch.plugins.vllm.cores import LentCores
 from specbranch.plugins.vllm.hidden_states import TrainedPredictor
 from specbranch.plugins.vllm.settings import ProposerSettings
 from specbranch.plugins.vllm.stats_file import StatsPublisher, open_stats_file
@@ -53,7 +52,6 @@ class BatchDrafter:
         self._text: RowTextDrafter | None = None
         self._gate = SettingsGate()
         self._timer = StepTimer(time.monotonic)
-        self._cores: LentCores | None = None
         self._last = _LastStep()
         self._limits: dict[str, int] = {}  # the most draft tokens of running requests that named a number
         self._vocab_sample = _vocab_sample(vllm_config) if self.is_output_rank else b""
@@ -103,10 +101,7 @@ class BatchDrafter:
         if self._text is not None and news.ended:
             self._text.drafter.forget(news.ended)
         self._limits.update(news.limits)
-        is_drafting = self._client is not None and self._gate.was_open
-        if self._cores is not None and news.num_tokens:
-            self._cores.begin_step(news.num_tokens, news.has_prefill, is_drafting)
-        if news.prompts and self._client is not None and is_drafting:
+        if news.prompts and self._client is not None and self._gate.was_open:
             self._client.announce_prompts(news.prompts)
 
     def propose(self, rows: Sequence[BatchRow]) -> list[Draft]:
@@ -158,8 +153,6 @@ class BatchDrafter:
             vocab_len = compat.vocab_len(self._vllm_config)
             options = settings.client_options(self.max_draft_tokens, vocab_len, self._vocab_sample)
         self.predictor.configure(settings.trained_predictor)
-        if self._cores is not None:
-            self._cores.release()
         if self._client is not None:
             self._client.close()
         self.settings = settings
@@ -168,10 +161,6 @@ class BatchDrafter:
         is_drafting = self.is_output_rank and settings.planner != "none"
         self._client = draft_client(options) if is_drafting and options is not None else None
         self._text = RowTextDrafter(text) if is_drafting and text is not None else None
-        self._cores = None
-        if self._client is not None and settings.lent_cores:
-            cores = LentCores(settings.lent_cores, self._client.pause)
-            self._cores = cores if cores.can_lend else None
 
     def _updates(self, rows: Sequence[BatchRow], may_ask: bool) -> dict[int, SequenceUpdate]:
         """Return the updates of the rows that may get drafts, by row index; count the other decoded rows, by cause.

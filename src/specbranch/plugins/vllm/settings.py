@@ -45,15 +45,12 @@ class ProposerSettings(DraftSettings):
     vLLM has such graphs. `runner` is vLLM's model runner: `v2` has not been run on a GPU, and `auto` leaves the choice
     to vLLM. `rule`: with `match`, the draft proposes its likeliest tokens, and the target keeps those that it samples
     itself; with `auto`, the draft tokens of sampled requests are sampled too, and verified by their probabilities,
-    which is experimental and for vLLM's V2 runner only. `lent_cores`: those of the target's cores that the draft model
-    uses while it drafts; the target uses them itself for prefill and for steps without drafts of the model
-    (`cores.py`).
+    which is experimental and for vLLM's V2 runner only.
     """
 
     pad: str = "auto"
     runner: str = "v1"
     rule: str = "match"
-    lent_cores: list[int] | None = None
 
     def __post_init__(self) -> None:
         if self.pad not in PADS:

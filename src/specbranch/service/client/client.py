@@ -42,7 +42,6 @@ from specbranch.service.wire.messages import (
     Hello,
     OpenSequences,
     OtherRows,
-    Pause,
     PrefetchPush,
     Reply,
     Request,
@@ -280,14 +279,6 @@ class DraftClient(DraftSource):
 
     def close(self) -> None:
         self.connection.channel.close()
-
-    def pause(self, duration_ms: int) -> None:
-        try:
-            if self._owner.is_current():
-                self.connection.send(Pause(duration_ms))
-        except Exception:
-            self.counts.faults += 1
-            log.exception("the draft client failed; the draft service was not paused")
 
     def prepare_step(
         self, rows: Sequence[SequenceUpdate], indices: Sequence[int], deltas: Sequence[SequenceDelta]

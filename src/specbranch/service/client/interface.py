@@ -288,12 +288,6 @@ class DraftSource(ABC):
         self.counts.wait_s += self._waited_s
         return [Draft([]) for _ in rows] if found is None else found
 
-    def pause(self, duration_ms: int) -> None:  # noqa: B027  # a source without a service of its own has none to pause
-        """Ask the service to run no draft steps for `duration_ms`, while the target uses its cores. Never raise.
-
-        0 ends the pause. A pool does nothing: its services share no cores with a target.
-        """
-
     def announce_prompts(self, prompts: Sequence[Tokens]) -> None:
         """Send the service the sequences that the target begins to prefill, and wait for nothing. Never raise."""
         end_s = self._clock() + self._options.deadline_s

@@ -48,7 +48,6 @@ class DraftRunner:
         self._news: queue.SimpleQueue[DraftSession | None] = queue.SimpleQueue()  # None wakes the thread
         self._grown: queue.SimpleQueue[DraftSession] = queue.SimpleQueue()
         self._is_stopping = False
-        self._paused_until_s = -math.inf
         self._thread = threading.Thread(target=self._run, name="draft", daemon=True)
         self._num_failures = 0  # steps since the engine last worked
         self.faults = FaultGuard(store)
@@ -77,14 +76,6 @@ class DraftRunner:
     def engine_failed(self) -> bool:
         """Whether the engine has run nothing in eight steps in a row, so that it counts as lost."""
         return self._num_failures >= _MAX_FAILURES
-
-    def pause(self, duration_s: float) -> None:
-        """Run no draft steps for `duration_s` from now on, after the present one; 0 ends a pause.
-
-        Called by the lookup thread, which serves the clients.
-        """
-        self._paused_until_s = self._clock() + duration_s
-        self._news.put(None)
 
     def notify(self, session: DraftSession) -> None:
         """Queue a changed session for the draft thread and wake it. Called by the thread that serves the clients."""
@@ -116,14 +107,12 @@ class DraftRunner:
     def run_step(self) -> bool:
         """Take in changed sessions, close dropped ones, plan and run one step; return False if there were no rows.
 
-        During a pause, plan and run nothing. If the engine is too full for any row, evict one session.
+        If the engine is too full for any row, evict one session.
         """
         self._take_news()
         for session in self._store.pop_dropped():
             self._close(session)
         self._evict_idle_kv()
-        if self._clock() < self._paused_until_s:
-            return False
         start_s, engine_s = self._clock(), self.counts.step_s
         batch = self.planner.plan()
         if not batch.rows:
@@ -145,8 +134,7 @@ class DraftRunner:
         # Look again: the last step may have taken the None with which `stop` wakes this thread.
         if self._is_stopping:
             return
-        paused_s = self._paused_until_s - self._clock()
-        pause_s = paused_s if paused_s > 0 else self.planner.pause_s()
+        pause_s = self.planner.pause_s()
         if pause_s > 0:
             with contextlib.suppress(queue.Empty):
                 session = self._news.get(timeout=None if pause_s == math.inf else pause_s)

@@ -41,7 +41,6 @@ from specbranch.service.wire.messages import (
     Hello,
     OpenSequences,
     OverviewRequest,
-    Pause,
     PrefetchPush,
     PrefetchRow,
     Reply,
@@ -69,13 +68,12 @@ class HandlerOptions:
 
     To drain is to stop new sequences. `settings` has the values that the service was started with, for
     `OverviewRequest`. `owner` is the public key that may drain the service, empty if the service uses no keys, or None
-    if no client may. `shares_cores`: the service runs on cores that its target uses too, so clients may pause it.
+    if no client may.
     """
 
     settings: Mapping[str, str | int] = field(default_factory=dict)
     max_wait_s: float = 1.0
     owner: bytes | None = b""
-    shares_cores: bool = False
 
 
 class RequestHandler:
@@ -116,7 +114,6 @@ class RequestHandler:
             OpenSequences: self._serve_open,
             Hello: self._serve_hello,
             Drain: self._serve_drain,
-            Pause: lambda _, request, __: _pause(runner, request, self._options.shares_cores),
             StatsRequest: lambda client, request, _: [(client, self.metrics.stats_reply(request))],
             OverviewRequest: lambda client, request, _: [(client, self.metrics.overview(request))],
         }
@@ -338,14 +335,6 @@ class _ServedRows:
         self.sessions: list[DraftSession | None] = [None] * len(step.rows)
         self.drafts: list[Draft | None] = [None] * len(step.rows)
         self.by_name: dict[tuple[bytes, bytes], int] = {}  # digests before and after the verdict: the first such row
-
-
-def _pause(runner: DraftRunner, request: Pause, shares_cores: bool) -> list[Answer]:
-    """Pause the draft thread, or end its pause, and return no reply; raise `FrameError` unless `shares_cores`."""
-    if not shares_cores:
-        raise FrameError("this service has cores of its own, so targets cannot pause it; see --shares-cores")
-    runner.pause(request.ms / 1000)
-    return []
 
 
 def _split_by_urgency(rows: Sequence[StepRow]) -> tuple[list[int], list[int]]:

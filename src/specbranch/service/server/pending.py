@@ -103,7 +103,7 @@ class PendingReplies:
                 with self._faults.guard(session):
                     draft = session.propose()
             if draft is None and not session.is_dropped:
-                self._notify(session)  # its planner may have had no rows while it was not known that the target waits on
+                self._notify(session)  # its planner may have rows now
                 continue
             for client, index in list(self._rows[session]):
                 touched[client] = None

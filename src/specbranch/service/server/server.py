@@ -48,7 +48,6 @@ class ServiceOptions:
 
     `prefill_chunk` None means 32 tokens on a CPU, where a token costs milliseconds, and 512 elsewhere. `engine` is a
     name, only shown to clients that ask for the settings. No reply is held back longer than `max_wait_s`.
-    `shares_cores`: the target uses the service's cores too, and pauses drafting while it does.
     """
 
     address: str
@@ -58,7 +57,6 @@ class ServiceOptions:
     prefill_chunk: int | None = None
     engine: str = ""
     max_wait_s: float = 1.0
-    shares_cores: bool = False
 
 
 class Router(Protocol):
@@ -103,7 +101,6 @@ class Server:
             settings=_settings(engine.info, options, prefill_chunk),
             max_wait_s=options.max_wait_s,
             owner=options.keys.owner() if options.keys else b"",
-            shares_cores=options.shares_cores,
         )
         self.handler = RequestHandler(engine, self.store, self.runner, self._observer, clock, handler_options)
         self._queue = FairQueue(clock)

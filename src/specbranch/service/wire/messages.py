@@ -18,7 +18,7 @@ from specbranch.engines.vocabulary import HASH_LEN, MAX_SAMPLE
 from specbranch.errors import SpecBranchError
 from specbranch.service.wire.payloads import DIGEST_LEN
 
-VERSION = 12
+VERSION = 11
 MAX_FRAME = 1 << 20  # bytes
 MAX_REPLY = 1 << 20  # bytes, enough for windows of 64 tokens in 1024 rows three times over, without probabilities
 MAX_ROWS = 1024
@@ -27,7 +27,6 @@ MAX_NEW = 4096  # tokens committed in one step
 MAX_OUTCOMES = 16  # verdicts with a prefetched draft, for one sequence
 MAX_WAIT_MS = 60_000
 MAX_AHEAD = 64  # sequences in one push
-MAX_PAUSE_MS = 30_000  # a target that dies pauses its draft service for no longer
 
 Token = Annotated[int, Meta(ge=0, lt=1 << 31)]
 Round = Annotated[int, Meta(ge=0, lt=1 << 62)]
@@ -208,15 +207,6 @@ class Draining(Struct, tag="draining", array_like=True, frozen=True, forbid_unkn
     sessions: Count
 
 
-class Pause(Struct, tag="pause", array_like=True, frozen=True, forbid_unknown_fields=True):
-    """A request to run no draft steps for `ms` milliseconds, while the target uses the draft's cores. No reply.
-
-    0 ends the pause. A service refuses the request unless it was started to share its cores with the target.
-    """
-
-    ms: Annotated[int, Meta(ge=0, le=MAX_PAUSE_MS)]
-
-
 class ErrorReply(Struct, tag="refused", array_like=True, frozen=True, forbid_unknown_fields=True):
     """The reply to a message that was refused or failed: why it could not be served."""
 
@@ -271,7 +261,7 @@ class Overview(Struct, tag="overview", array_like=True, frozen=True, forbid_unkn
     figures: Annotated[dict[ShortString, MetricValue], Meta(max_length=128)]
 
 
-Request = Hello | StepRequest | OpenSequences | Drain | Pause | StatsRequest | OverviewRequest
+Request = Hello | StepRequest | OpenSequences | Drain | StatsRequest | OverviewRequest
 Reply = Welcome | DraftReply | PrefetchPush | Draining | ErrorReply | StatsReply | Overview
 
 _requests: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
