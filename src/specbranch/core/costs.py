@@ -54,9 +54,11 @@ class StepTimeModel:
 
     `cost` is the fitted line; None before the first step. A step of over three times the time that the line predicts
     counts as three times, because the machine may have stood still in it; a second one in a row counts in full.
+    `max_excess` replaces the three.
     """
 
-    def __init__(self, half_life: float = 64.0) -> None:
+    def __init__(self, half_life: float = 64.0, max_excess: float = _MAX_EXCESS) -> None:
+        self._max_excess = max_excess
         self.cost: StepCost | None = None
         self._keep = 0.5 ** (1 / half_life)
         self._was_slow = False  # the last step took over three times what the line predicted
@@ -68,7 +70,7 @@ class StepTimeModel:
 
         Return the time that the step counts as.
         """
-        x, max_s = rows - 1, math.inf if self.cost is None else _MAX_EXCESS * self.cost.at(rows)
+        x, max_s = rows - 1, math.inf if self.cost is None else self._max_excess * self.cost.at(rows)
         is_slow = step_s > max_s
         step_s = max_s if is_slow and not self._was_slow else step_s
         self._was_slow = is_slow
@@ -154,7 +156,8 @@ class TargetTimeModel:
     def __init__(self, half_life: float = 256.0) -> None:
         self.tokens_per_step = TokensPerStep()
         self._half_life = half_life
-        self._all, self._plain, self._drafted = StepTimeModel(), StepTimeModel(), StepTimeModel()
+        # Steps with drafts may be of another kind, and not slow by chance: each kind has its own bound.
+        self._all, self._plain, self._drafted = StepTimeModel(max_excess=math.inf), StepTimeModel(), StepTimeModel()
         self.num_rows = 1
         self._belief = 0.0  # weight of what was learned from steps with drafts: 1 after such a step, then fading
         self._num_steps = self._num_drafted = 0
@@ -175,8 +178,8 @@ class TargetTimeModel:
         else:
             sureness = min(max(self._num_drafted, 1), _SURE_STEPS) / _SURE_STEPS
             self._belief *= 0.5 ** (1 / (self._half_life * sureness))
-        step_s = self._all.observe(tokens, step_s)  # the other two may have no line yet
-        (self._drafted if num_submitted else self._plain).observe(tokens, step_s)
+        step_s = (self._drafted if num_submitted else self._plain).observe(tokens, step_s)
+        self._all.observe(tokens, step_s)
         self.tokens_per_step.observe(num_rows, num_submitted, num_committed)
         self._update_prices()
 
