@@ -89,15 +89,6 @@ RUNS = (
         directory="studies/09-sampled",
     ),
     Run(
-        "repeated",
-        "Repeated traffic, without AMX",
-        "Edits of two files and turns of two conversations, made of public prompts by `benchmarks/repeated.py`, with prefix "
-        "caching. `suffix` and our memory both keep past answers. Memory holds one engine at a time, and each answers all "
-        "twenty prompts in a row, so that it keeps what it has seen: the methods met different minutes. `suffix` reads prompts "
-        "with both cores. Behind the first token (`elapsed_s` less `first_s`) `budget` takes 4.3 s for an edit and 9.9 s for a turn, "
-        "`suffix` 4.7 s and 10.9 s, bare vLLM 32 s and 33 s.",
-    ),
-    Run(
         "lengths",
         "One to sixteen requests at once, without AMX",
         "`budget` beside a fixed length without prices, both without the gate. They take turns; bare vLLM answers eight groups in a "
@@ -130,12 +121,6 @@ RUNS = (
         "weak",
         "A badly aligned pair",
         "The draft without 6 of its 24 layers ([study](../studies/01-weak-pair/README.md)). Two prompts of each task.",
-    ),
-    Run(
-        "weak-float32",
-        "A badly aligned pair, without AMX",
-        "The same pair in float32, four prompts of each task. `pearl` and `budget` take turns prompt by prompt. Bare vLLM was "
-        "measured before and after them, in minutes in which the machine was slower: compare only the two planners.",
     ),
     Run(
         "weak-hrad",

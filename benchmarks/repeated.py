@@ -2,7 +2,7 @@
 """Prompts of repeated traffic, made of public ones: edits of one file, and an agent that comes back to one problem.
 
 benchmarks/repeated.py DATA OUT reads humaneval.jsonl and gsm8k.jsonl in DATA, and writes edits.jsonl and turns.jsonl,
-ten prompts each, to OUT. `benchmarks/repeated.toml` runs them.
+ten prompts each, to OUT. `benchmarks/equal.toml` runs them.
 """
 
 from __future__ import annotations

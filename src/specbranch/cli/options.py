@@ -178,7 +178,7 @@ _NEAR = 0.82  # similarity, from 0 to 1, above which a flag counts as a typo of 
 
 
 def example(command: str) -> str:
-    """Return the last lines of a command's help: `command`, a command line, under the heading "Example"."""
+    """Return the end of a help text: the heading "Example", and below it the command line `command`."""
     return f"Example:\n\n{command}"
 
 

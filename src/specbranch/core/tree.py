@@ -141,7 +141,7 @@ class Tree:
     def set_distribution(self, node: Node, distribution: Distribution) -> None:
         """Store the distribution that the draft model computed for the token after a node.
 
-        If guesses are below the node, also draw its child to submit, and update the probabilities of the guesses.
+        If the node already has guessed children, also draw the child to submit, and set the guesses' probabilities.
         """
         node.distribution = distribution
         if not node.children:

@@ -87,9 +87,9 @@ class Feature:
     is_seeded: bool = False
 
     def asks(self, num_samples: int, temperature: float = 1.0, sample: int = 0) -> list[PromptRequest]:
-        """Return `num_samples` requests of this feature, which make up the sample with the number `sample`.
+        """Return `num_samples` requests of this feature, whose outputs are the sample with the number `sample`.
 
-        Samples with different numbers share no seeds.
+        Requests of samples with different numbers share no seeds.
         """
         common = {"temperature": temperature, "max_tokens": self.num_tokens, **self.sampling}
         return [

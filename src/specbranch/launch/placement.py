@@ -265,8 +265,8 @@ def omp_bind_env(cores: Sequence[int], num_workers: int) -> dict[str, str]:
 def omp_env(cores: Sequence[int], layout: ParallelLayout) -> dict[str, str]:
     """Return the environment variable that makes a vLLM engine use `cores`, which are cores of this process.
 
-    For an engine in one process it sets the number of threads, else the cores of each worker. Empty if the user has set
-    this variable.
+    For an engine in one process it is OMP_NUM_THREADS, one thread for each core; else it is VLLM_CPU_OMP_THREADS_BIND,
+    with the cores of each worker. Empty if the user has set that variable.
     """
     if not layout.in_one_process:
         return omp_bind_env(cores, layout.num_devices)

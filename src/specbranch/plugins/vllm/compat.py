@@ -297,8 +297,8 @@ def is_warmup(names: Sequence[str]) -> bool:
 def is_seeded(parameters: Any) -> bool:
     """Return whether a request samples with a seed of its own; False at temperature 0, where nothing is random.
 
-    Such a request gets no drafts. When it is repeated, its random numbers recur: its first output would be proposed to
-    a request that verifies it with the same numbers that produced it. And the seed would not give the same output
+    Such a request gets no drafts. When it is repeated, n-gram lookup would propose its first output, and verify it with
+    the same random numbers that produced it, so the output would be biased. And the seed would not give the same output
     again, because with drafts the output depends on which drafts came in time.
     """
     return bool(getattr(parameters, "temperature", 0)) and getattr(parameters, "seed", None) is not None

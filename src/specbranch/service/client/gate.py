@@ -1,10 +1,10 @@
-"""Switch drafts on and off by measured tokens per second, from step times that can be compared.
+"""Switch drafts on and off by measured tokens per second; steps with prefill are not measured.
 
 For every load (rows in the engine's step, in powers of two) the gate measures tokens per second without drafts, then
 with drafts, and keeps the faster mode. It measures the other mode again now and then: ever more rarely while that mode
 stays slower, and more rarely the more time a measurement with drafts costs, so drafts that are slower cost next to
 nothing. While no draft service can be reached, such a measurement costs nothing and is repeated as often as at first.
-When drafts become the faster mode after a long time, the other loads soon measure them too.
+When drafts become the faster mode at one load after a long time, they are soon measured at the other loads too.
 
 Both modes are measured on one engine: an engine with speculative decoding switched on may be slower than one without,
 even in steps without drafts, and the gate does not see that.

@@ -59,7 +59,7 @@ class Transport(Protocol):
         ...
 
     def await_writable(self, timeout_s: float) -> None:
-        """Wait up to `timeout_s` until a message can be sent."""
+        """Wait until a message can be sent, at most `timeout_s`; return in either case."""
         ...
 
     def reconnect(self) -> None:
@@ -172,7 +172,7 @@ class MessageChannel:
         return False
 
     def await_writable(self, timeout_s: float) -> None:
-        """Wait up to `timeout_s` until a message can be sent."""
+        """Wait until a message can be sent, at most `timeout_s`; return in either case."""
         self._transport.await_writable(timeout_s)
 
     def receive(self, end_s: float, waits: bool = False) -> list[Reply | None]:
