@@ -434,7 +434,7 @@ def check_context_parallelism(vllm_config: Any) -> None:
     if size > 1:
         raise LayoutError(
             f"prefill context parallelism ({size} ranks) cannot be combined with drafts: each rank would ask for its "
-            "own. Use tensor parallelism (--tensor-parallel-size), or serve without a draft"
+            "own. Use tensor parallelism (--tensor-parallel-size), or run vLLM alone (serve --bare)"
         )
 
 

@@ -177,12 +177,13 @@ class ParallelLayout:
             raise LayoutError(
                 f"pipeline parallelism ({self.pipeline} stages) cannot be combined with drafts: vLLM's first stage "
                 "fails without a proposer, and its scheduler would verify drafts against the wrong tokens. Use "
-                "tensor parallelism (--tensor-parallel-size), or serve without a draft"
+                "tensor parallelism (--tensor-parallel-size), or run vLLM alone (serve --bare)"
             )
         if self.executor == _EVERY_RANK and self.tensor > 1:
             raise LayoutError(
                 f"the executor {_EVERY_RANK} runs a scheduler in each of the {self.tensor} ranks, and only one of them "
-                "would get drafts: their outputs would diverge. Use the executor mp or ray, or serve without a draft"
+                "would get drafts: their outputs would diverge. Use the executor mp or ray, or run vLLM "
+                "alone (serve --bare)"
             )
         if self.executor == _ONE_PROCESS and self.tensor > 1:
             raise LayoutError(

@@ -309,13 +309,13 @@ class BatchPlanner:
     def _choose_window(self, session: DraftSession) -> None:
         """Limit a session's prefill to a window at its end, if its target decodes already and could use drafts now.
 
-        Prefilling the window takes about half a second. A session that has begun a longer prefill begins again.
+        Prefilling the window takes about half a second. A session that has prefilled less than half begins again.
         """
         core, cache = session.core, session.tree_cache
         if not (core.waits_for_prefill or session.has_verdict) or not self._prefill_token_s:
             return
         window = max(_MIN_WINDOW, int(_MAX_PREFILL_S / self._prefill_token_s))
-        if session.num_unprefilled > window + NUM_FIRST:
+        if session.num_unprefilled > max(window + NUM_FIRST, core.tree.root.position // 2):
             cache.close()
             cache.window = window
 
