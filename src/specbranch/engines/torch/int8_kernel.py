@@ -42,7 +42,7 @@ _LANES = ir.VectorType(_I32, 16)
 _OPENMP = re.compile(r"lib(gomp|iomp5|omp)\b.*\.so")
 
 
-def _cached(decorate: Callable[..., Any], *signature: Any, **options: Any) -> Callable[[Any], Any]:
+def cached(decorate: Callable[..., Any], *signature: Any, **options: Any) -> Callable[[Any], Any]:
     """Return Numba's decorator with a cache on disk, or without one if no directory for it can be written."""
 
     def compiled(function: Any) -> Any:
@@ -97,19 +97,19 @@ class Int8Product:
         sums = integers.sum(axis=1, dtype=np.int32)
         self._scales, self._zeros = self._in_blocks(scales, np.float32), self._in_blocks(zero * sums, np.int32)
         self._bias = self._in_blocks(np.zeros(len(scales)) if bias is None else bias, np.float32)
-        self._max_code = _MAX_BYTE if self._uses_bytes else min(_MAX_SHORT, _MAX_SUM // (_MAX_BYTE * self._padded))
+        self.max_code = _MAX_BYTE if self._uses_bytes else min(_MAX_SHORT, _MAX_SUM // (_MAX_BYTE * self._padded))
 
     def __call__(self, rows: Array, residual: Array | None, num_threads: int) -> Array:
         """Multiply float32 rows [rows, inputs] by the weights; return [rows, outputs], plus `residual` if given."""
-        codes, scales = self._new_codes(len(rows))
-        _quantize(rows, self._max_code, codes, scales)
-        return self._multiply(codes, scales, residual, num_threads)
+        codes, scales = self.new_codes(len(rows))
+        quantize(rows, self.max_code, codes, scales)
+        return self.multiply(codes, scales, residual, num_threads)
 
     def after_norm(self, rows: Array, weight: Array, epsilon: float, num_threads: int) -> Array:
         """Return the outputs for rows [rows, inputs] after an RMS norm with `weight` [inputs] and `epsilon`."""
-        codes, scales = self._new_codes(len(rows))
-        _normalize_and_quantize(rows, weight, epsilon, self._max_code, codes, scales)
-        return self._multiply(codes, scales, None, num_threads)
+        codes, scales = self.new_codes(len(rows))
+        normalize_and_quantize(rows, weight, epsilon, self.max_code, codes, scales)
+        return self.multiply(codes, scales, None, num_threads)
 
     def _in_blocks(self, values: Array, dtype: Any) -> Array:
         """Return `values`, one for each output, padded with zeros to whole blocks of outputs."""
@@ -117,12 +117,12 @@ class Int8Product:
         found[: self._num_outputs] = values
         return found
 
-    def _new_codes(self, num_rows: int) -> tuple[Array, Array]:
+    def new_codes(self, num_rows: int) -> tuple[Array, Array]:
         make = np.empty if self._padded == self._num_inputs else np.zeros
         codes = make((num_rows, self._padded), dtype=np.uint8 if self._uses_bytes else np.int16)
         return codes, np.empty(num_rows, dtype=np.float32)
 
-    def _multiply(self, codes: Array, scales: Array, residual: Array | None, num_threads: int) -> Array:
+    def multiply(self, codes: Array, scales: Array, residual: Array | None, num_threads: int) -> Array:
         out = np.empty((len(codes), len(self._scales)), dtype=np.float32)
         is_whole = len(self._scales) == self._num_outputs
         base = residual if is_whole else None
@@ -294,8 +294,8 @@ def _emit_loop(builder: Any, weights: Any, rows: Sequence[Any], width: Any, uses
 _tile_1, _tile_2, _tile_4, _tile_8 = _tile(1), _tile(2), _tile(4), _tile(8)
 
 
-@_cached(njit, nogil=True)
-def _quantize(rows: Array, max_code: int, codes: Array, scales: Array) -> None:
+@cached(njit, nogil=True)
+def quantize(rows: Array, max_code: int, codes: Array, scales: Array) -> None:
     """Quantize each row: write its integers to `codes`, offset by 128 if these are bytes, and its scale to `scales`."""
     # The conversion truncates, so values are made positive first, and 0.5 makes it round.
     shift = _ZERO_POINT if codes.itemsize == 1 else _MAX_SHORT
@@ -311,8 +311,8 @@ def _quantize(rows: Array, max_code: int, codes: Array, scales: Array) -> None:
             codes[row, place] = np.int32(rows[row, place] * factor + half) - offset
 
 
-@_cached(njit, nogil=True)
-def _normalize_and_quantize(
+@cached(njit, nogil=True)
+def normalize_and_quantize(
     rows: Array, weight: Array, epsilon: float, max_code: int, codes: Array, scales: Array
 ) -> None:
     """Quantize each row after an RMS norm, whose factor for the whole row is applied to the row's scale alone."""
@@ -324,11 +324,11 @@ def _normalize_and_quantize(
             value = rows[row, place]
             square += value * value
             weighted[0, place] = value * weight[place]
-        _quantize(weighted, max_code, codes[row : row + 1], scales[row : row + 1])
+        quantize(weighted, max_code, codes[row : row + 1], scales[row : row + 1])
         scales[row] /= np.sqrt(square / np.float32(num_inputs) + np.float32(epsilon))
 
 
-@_cached(njit, nogil=True)
+@cached(njit, nogil=True)
 def _multiply_blocks(
     codes: Array, scales: Array, packed: Array, weight_scales: Array, zeros: Array, bias: Array, base: Array | None,
     out: Array, first: int, last: int,
@@ -351,7 +351,7 @@ def _multiply_blocks(
             _tile_1(codes, row, packed, block, scales, weight_scales, zeros, bias, base, out)
 
 
-@_cached(njit, nogil=True)
+@cached(njit, nogil=True)
 def _multiply(
     codes: Array, scales: Array, packed: Array, weight_scales: Array, zeros: Array, bias: Array, base: Array | None,
     out: Array,
@@ -382,7 +382,7 @@ def _take(_: Any, numbers: Any, __: Any) -> tuple[Any, Callable[..., Any]]:
     return types.int64(numbers, types.int64), emit
 
 
-@_cached(njit)
+@cached(njit)
 def _task_of(
     codes: Array, scales: Array, packed: Array, weight_scales: Array, zeros: Array, bias: Array, base: Array | None,
     out: Array, num_shares: int,
