@@ -8,14 +8,14 @@ reads only the slots of each token's own sequence, so no token's result depends 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
 import numpy as np
 
 from specbranch.engines.torch.attention import SpanAttention
-from specbranch.engines.torch.int8_kernel import Array, cached, normalize_and_quantize, quantize
+from specbranch.engines.torch.int8_kernel import Array, broadcast, cached, quantize
 from specbranch.engines.torch.linear import Int8Linear
 from specbranch.engines.torch.step import AttentionContext
 from specbranch.errors import first_line
@@ -23,14 +23,22 @@ from specbranch.extensions import optional_import
 
 with optional_import("torch"):
     import torch
-    from numba import njit
+    from llvmlite import ir
+    from numba import njit, types
+    from numba.extending import intrinsic
 
 log = logging.getLogger(__name__)
+
+_I32, _I64 = ir.IntType(32), ir.IntType(64)
+_LANES = ir.VectorType(ir.FloatType(), 16)
 
 _MAX_TOKENS = 16  # of a step; for more, the start of an operation costs little, and torch's attention is faster
 _LOG2_E, _LN_2 = np.float32(1.4426950408889634), np.float32(0.6931471805599453)
 _LEAST, _MOST = np.float32(-87), np.float32(88)  # exponents whose exponential is a normal float32
 _ROUNDED_BIAS, _BIAS, _MANTISSA = np.float32(127.5), 127, 23  # of the exponent of a float32
+_ALL_BUT_SIGN = np.int32(0x7FFFFFFF)
+_NUM_LANES = 16
+_PART = 64  # elements of a head that are computed together: head_dim must be a multiple
 _TAYLOR = tuple(np.float32(1 / divisor) for divisor in (1, 1, 2, 6, 24, 120, 720))
 
 
@@ -150,56 +158,216 @@ def _rotate_and_write(
             store[head, slots[token]] = heads[token, num_queries + head]
 
 
+def _vectors(builder: Any, array: Any, row: Any, start: Any) -> list[Any]:
+    """Emit the addresses of the vectors of a part of a head: of a row of `array`, from `start`."""
+    offset = builder.add(builder.mul(row, builder.extract_value(array.shape, 1)), start)
+    places = [builder.add(offset, _I64(lane)) for lane in range(0, _PART, _NUM_LANES)]
+    return [builder.bitcast(builder.gep(array.data, [place]), _LANES.as_pointer()) for place in places]
+
+
+def _loaded(builder: Any, addresses: Sequence[Any]) -> list[Any]:
+    """Emit the loads of vectors of float32 at `addresses`, which need no more than the alignment of a float32."""
+    found = [builder.load(address, typ=_LANES) for address in addresses]
+    for one in found:
+        one.align = 4
+    return found
+
+
+def _multiply_add(builder: Any, total: Any, left: Any, right: Any) -> Any:
+    return builder.fadd(total, builder.fmul(left, right, flags=["fast"]), flags=["fast"])
+
+
+def _lane_sums(builder: Any, vectors: Sequence[Any]) -> list[Any]:
+    """Emit the sums of the lanes of each vector; the number of vectors is a power of two."""
+    count, width = len(vectors), _NUM_LANES  # of the sums, and how many lanes are left of each
+    while width > 1:
+        pairs = list(zip(vectors[::2], vectors[1::2], strict=True)) if len(vectors) > 1 else [(vectors[0],) * 2]
+        num_lanes = _NUM_LANES * 2 if len(vectors) > 1 else count * width
+        first = [lane for lane in range(num_lanes) if lane % width < width // 2]
+        masks = [ir.Constant(ir.VectorType(_I32, len(first)), [lane + shift for lane in first])
+                 for shift in (0, width // 2)]
+        vectors = [
+            builder.fadd(*(builder.shuffle_vector(*pair, mask) for mask in masks), flags=["fast"]) for pair in pairs
+        ]
+        width //= 2
+    return [builder.extract_element(vectors[0], _I32(index)) for index in range(count)]
+
+
+def _arrays(context: Any, builder: Any, kinds: Sequence[Any], values: Sequence[Any]) -> list[Any]:
+    """Return the arrays among the arguments of a function, of types `kinds`; and the other arguments unchanged."""
+    return [
+        context.make_array(kind)(context, builder, value) if isinstance(kind, types.Array) else value
+        for kind, value in zip(kinds, values, strict=True)
+    ]
+
+
+def _score_tile(num_heads: int) -> Any:
+    """Return a function for Numba that adds the products of queries with one key to their scores.
+
+    It is called as `score(queries, first, keys, slot, start, scores, index)`, with the first of `num_heads` queries,
+    the first element of the part of the head that is multiplied, and the column of the scores.
+    """
+
+    @intrinsic  # type: ignore[untyped-decorator]
+    def score(
+        _: Any, queries: Any, first: Any, keys: Any, slot: Any, start: Any, scores: Any, index: Any
+    ) -> tuple[Any, Callable[..., Any]]:
+        kinds = queries, types.intp, keys, types.intp, types.intp, scores, types.intp
+
+        def emit(context: Any, builder: Any, given: Any, values: Any) -> Any:
+            queries, first, keys, slot, start, scores, index = _arrays(context, builder, given.args, values)
+            key = _loaded(builder, _vectors(builder, keys, slot, start))
+            heads = [builder.add(first, _I64(head)) for head in range(num_heads)]
+            totals = []
+            for head in heads:
+                query = _loaded(builder, _vectors(builder, queries, head, start))
+                total = builder.fmul(query[0], key[0])
+                for left, right in zip(query[1:], key[1:], strict=True):
+                    total = _multiply_add(builder, total, left, right)
+                totals.append(total)
+            width = builder.extract_value(scores.shape, 1)
+            for head, total in zip(heads, _lane_sums(builder, totals), strict=True):
+                address = builder.gep(scores.data, [builder.add(builder.mul(head, width), index)])
+                builder.store(builder.fadd(builder.load(address), total), address)
+            return context.get_dummy_value()
+
+        return types.void(*kinds), emit
+
+    return score
+
+
+def _mix_tile(num_heads: int) -> Any:
+    """Return a function for Numba that adds up the values of a path, weighted, for `num_heads` queries.
+
+    It is called as `mix(weights, first, values, path, start, found)`, with the first of the queries, and the first
+    element of the part of the head that is computed. `weights` has a row for each query.
+    """
+
+    @intrinsic  # type: ignore[untyped-decorator]
+    def mix(
+        _: Any, weights: Any, first: Any, values: Any, path: Any, start: Any, found: Any
+    ) -> tuple[Any, Callable[..., Any]]:
+        kinds = weights, types.intp, values, path, types.intp, found
+
+        def emit(context: Any, builder: Any, given: Any, passed: Any) -> Any:
+            weights, first, values, path, start, found = _arrays(context, builder, given.args, passed)
+            heads = [builder.add(first, _I64(head)) for head in range(num_heads)]
+            sums = _emit_sums(builder, weights, heads, values, path, start)
+            for head, totals in zip(heads, sums, strict=True):
+                for total, address in zip(totals, _vectors(builder, found, head, start), strict=True):
+                    builder.store(total, address).align = 4
+            return context.get_dummy_value()
+
+        return types.void(*kinds), emit
+
+    return mix
+
+
+def _emit_sums(
+    builder: Any, weights: Any, heads: Sequence[Any], values: Any, path: Any, start: Any
+) -> list[list[Any]]:
+    """Emit the loop over a path that adds up its values; return the sums, a part of a head for each of `heads`."""
+    width = builder.extract_value(weights.shape, 1)
+    rows = [builder.gep(weights.data, [builder.mul(head, width)]) for head in heads]
+    before, loop, end = builder.block, builder.append_basic_block("loop"), builder.append_basic_block("end")
+    builder.branch(loop)
+    builder.position_at_end(loop)
+    index = builder.phi(_I64)
+    index.add_incoming(_I64(0), before)
+    sums = [[builder.phi(_LANES) for _ in range(_PART // _NUM_LANES)] for _ in heads]
+    vectors = _loaded(builder, _vectors(builder, values, builder.load(builder.gep(path.data, [index])), start))
+    totals = []
+    for row, old in zip(rows, sums, strict=True):
+        weight = broadcast(builder, builder.load(builder.gep(row, [index])), _NUM_LANES)
+        totals.append([_multiply_add(builder, one, weight, vector) for one, vector in zip(old, vectors, strict=True)])
+    following = builder.add(index, _I64(1))
+    index.add_incoming(following, loop)
+    for old, new in zip(sums, totals, strict=True):
+        for one, total in zip(old, new, strict=True):
+            one.add_incoming(ir.Constant(_LANES, [0.0] * _NUM_LANES), before)
+            one.add_incoming(total, loop)
+    builder.cbranch(builder.icmp_signed("<", following, builder.extract_value(path.shape, 0)), loop, end)
+    builder.position_at_end(end)
+    return totals
+
+
+_score_1, _score_2, _score_4 = _score_tile(1), _score_tile(2), _score_tile(4)
+_mix_1, _mix_2, _mix_4 = _mix_tile(1), _mix_tile(2), _mix_tile(4)
+
+
 @cached(njit, nogil=True)
 def _attend(heads: Array, store: Array, places: Array, starts: Array, lengths: Array, found: Array) -> None:
     """Write the attention of each token's queries over its sequence to `found` [tokens, queries, head_dim].
 
     The slots of token t's sequence are `lengths[t]` elements of `places` from `starts[t]`.
     """
-    num_keys, num_tokens, head_dim = len(store) // 2, len(heads), heads.shape[2]
-    group_len = (heads.shape[1] - len(store)) // num_keys
-    weights = np.empty(lengths.max(), np.float32)
-    for token in range(num_tokens):
+    num_keys = len(store) // 2
+    group_len = found.shape[1] // num_keys
+    for token in range(len(heads)):
         path = places[starts[token] : starts[token] + lengths[token]]
-        for head in range(num_keys * group_len):
-            _attend_head(heads[token, head], store[head // group_len], store[num_keys + head // group_len], path,
-                         weights, found[token, head])
+        for head in range(num_keys):
+            chosen = slice(head * group_len, (head + 1) * group_len)
+            _attend_group(heads[token, chosen], store[head], store[num_keys + head], path, found[token, chosen])
 
 
 @cached(njit, nogil=True)
-def _attend_head(query: Array, keys: Array, values: Array, path: Array, weights: Array, found: Array) -> None:
-    peak = np.float32(-np.inf)
+def _attend_group(queries: Array, keys: Array, values: Array, path: Array, found: Array) -> None:
+    """Write the attention of the queries of one key head over the slots in `path` to `found` [queries, head_dim]."""
+    num_heads, head_dim = queries.shape
+    weights = np.zeros((num_heads, len(path)), np.float32)
     for index in range(len(path)):
-        slot = path[index]
-        total = np.float32(0)
-        for place in range(len(query)):
-            total += query[place] * keys[slot, place]
-        weights[index] = total
-        peak = max(peak, total)
-    whole = np.float32(0)
-    for index in range(len(path)):
-        weight = _exp(weights[index] - peak)
-        weights[index] = weight
-        whole += weight
-    found[:] = 0
-    for index in range(len(path)):
-        slot = path[index]
-        weight = weights[index] / whole
-        for place in range(len(query)):
-            found[place] += weight * values[slot, place]
+        for start in range(0, head_dim, _PART):
+            head = 0
+            while num_heads - head >= 4:
+                _score_4(queries, head, keys, path[index], start, weights, index)
+                head += 4
+            if num_heads - head >= 2:
+                _score_2(queries, head, keys, path[index], start, weights, index)
+                head += 2
+            if num_heads > head:
+                _score_1(queries, head, keys, path[index], start, weights, index)
+    for head in range(num_heads):
+        _softmax(weights[head])
+    for start in range(0, head_dim, _PART):
+        head = 0
+        while num_heads - head >= 4:
+            _mix_4(weights, head, values, path, start, found)
+            head += 4
+        if num_heads - head >= 2:
+            _mix_2(weights, head, values, path, start, found)
+            head += 2
+        if num_heads > head:
+            _mix_1(weights, head, values, path, start, found)
+
+
+@cached(njit, nogil=True)
+def _softmax(values: Array) -> None:
+    """Replace values by their softmax."""
+    # LLVM makes vectors of the maximum of integers: of a float's bits, all but the sign flipped if it is negative.
+    most = np.int32(-(1 << 31))
+    for bits in values.view(np.int32):
+        most = max(most, np.int32(bits ^ ((bits >> 31) & _ALL_BUT_SIGN)))
+    peak = np.int32(most ^ ((most >> 31) & _ALL_BUT_SIGN)).view(np.float32)
+    total = np.float32(0)
+    for index in range(len(values)):
+        weight = _exp(values[index] - peak)
+        values[index] = weight
+        total += weight
+    for index in range(len(values)):
+        values[index] /= total
 
 
 @cache
 def _works() -> bool:
     """Run the functions once on small arrays; return whether Numba compiles them here."""
     try:
-        heads, store = np.zeros((1, 3, 4), np.float32), np.zeros((2, 2, 4), np.float32)
+        heads, store = np.zeros((1, 3, _PART), np.float32), np.zeros((2, 2, _PART), np.float32)
         indices = np.zeros(1, np.int64)
-        for norm in (None, np.ones(4, np.float32)):
+        for norm in (None, np.ones(_PART, np.float32)):
             _rotate_and_write(heads, norm, norm, 0.0, heads[0], heads[0], np.float32(1), store, indices)
-        _attend(heads, store, indices, indices, indices + 1, np.zeros((1, 1, 4), np.float32))
-        _gate_and_quantize(heads[0], 127, np.zeros((3, 2), np.uint8), np.zeros(3, np.float32))
-        _gate_and_quantize(heads[0], 127, np.zeros((3, 2), np.int16), np.zeros(3, np.float32))
+        _attend(heads, store, indices, indices, indices + 1, np.zeros((1, 1, _PART), np.float32))
+        _gate_and_quantize(heads[0], 127, np.zeros((3, _PART // 2), np.uint8), np.zeros(3, np.float32))
+        _gate_and_quantize(heads[0], 127, np.zeros((3, _PART // 2), np.int16), np.zeros(3, np.float32))
     except Exception as error:  # Numba and LLVM fail in many ways, and torch's operations are there
         log.warning("layers compiled by Numba do not run here (%s); torch's operations are used", first_line(error))
         return False

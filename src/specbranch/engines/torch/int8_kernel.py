@@ -150,7 +150,7 @@ def _load(builder: Any, pointer: Any, offset: Any, kind: Any, align: int) -> Any
     return loaded
 
 
-def _broadcast(builder: Any, value: Any, num_lanes: int) -> Any:
+def broadcast(builder: Any, value: Any, num_lanes: int) -> Any:
     """Emit a vector that has `value` in all its lanes."""
     kind = ir.VectorType(value.type, num_lanes)
     nothing, first = ir.Constant(kind, ir.Undefined), ir.Constant(ir.VectorType(_I32, num_lanes), [0] * num_lanes)
@@ -170,7 +170,7 @@ def _emit_bytes(builder: Any, weights: Any, offset: Any, quads: Sequence[Any], s
     """Emit the products of four unsigned bytes of each row with the weights at `offset`, added to the rows' sums."""
     multiply = _function(builder, "llvm.x86.avx512.vpdpbusd.512", _LANES, [_LANES] * 3)
     halves = [_load(builder, weights, builder.add(offset, _I64(64 * half)), _LANES, 64) for half in range(2)]
-    rows = [_broadcast(builder, quad, 16) for quad in quads]
+    rows = [broadcast(builder, quad, 16) for quad in quads]
     pairs = [(row, half) for row in rows for half in halves]
     return [builder.call(multiply, [total, *pair]) for total, pair in zip(sums, pairs, strict=True)]
 
@@ -183,7 +183,7 @@ def _emit_shorts(builder: Any, weights: Any, offset: Any, quads: Sequence[Any], 
     ]
     found = []
     for quad, row_sums in zip(quads, _rows_of(sums, 4), strict=True):
-        row = builder.sext(builder.bitcast(_broadcast(builder, quad, 8), short), wide)
+        row = builder.sext(builder.bitcast(broadcast(builder, quad, 8), short), wide)
         for part, total in zip(parts, row_sums, strict=True):
             product = builder.mul(row, part, flags=["nsw"])
             found.append(builder.add(total, _add_halves(builder, product)))
@@ -250,7 +250,7 @@ def _emit_outputs(builder: Any, arrays: Sequence[Any], rows: Sequence[Any], star
             for one, kind in ((zeros, _LANES), (weight_scales, floats), (bias, floats))
         )
         for index, row in enumerate(rows):
-            row_scale = _broadcast(builder, builder.load(builder.gep(scales.data, [row])), 16)
+            row_scale = broadcast(builder, builder.load(builder.gep(scales.data, [row])), 16)
             value = builder.sitofp(builder.sub(sums[2 * index + half], zero), floats)
             value = builder.fadd(builder.fmul(value, builder.fmul(scale, row_scale)), shift)
             offset = builder.add(builder.mul(row, num_outputs), place)
@@ -302,9 +302,11 @@ def quantize(rows: Array, max_code: int, codes: Array, scales: Array) -> None:
     offset = 0 if codes.itemsize == 1 else _MAX_SHORT
     half = np.float32(shift) + np.float32(0.5)
     for row in range(rows.shape[0]):
-        peak = np.float32(1e-8)
+        # LLVM makes vectors of the maximum of integers, and the bits of a positive float32 are in the order of floats.
+        bits = np.int32(np.float32(1e-8).view(np.int32))
         for place in range(rows.shape[1]):
-            peak = max(peak, abs(rows[row, place]))
+            bits = max(bits, np.float32(abs(rows[row, place])).view(np.int32))
+        peak = np.int32(bits).view(np.float32)
         scales[row] = peak / np.float32(max_code)
         factor = np.float32(max_code) / peak
         for place in range(rows.shape[1]):
