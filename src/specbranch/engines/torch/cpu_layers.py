@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
 
 from specbranch.engines.torch.attention import SpanAttention
-from specbranch.engines.torch.int8_kernel import Array, broadcast, cached, quantize
-from specbranch.engines.torch.linear import Int8Linear
+from specbranch.engines.torch.int8_kernel import Array, Int8Product, broadcast, cached, quantize
 from specbranch.engines.torch.step import AttentionContext
 from specbranch.errors import first_line
 from specbranch.extensions import optional_import
@@ -29,14 +28,16 @@ with optional_import("torch"):
 
 log = logging.getLogger(__name__)
 
+Attend = Callable[[Array, Array], Array]  # from heads and a layer's store, as `_attend_compiled`
 _I32, _I64 = ir.IntType(32), ir.IntType(64)
 _LANES = ir.VectorType(ir.FloatType(), 16)
 
 _MAX_TOKENS = 16  # of a step; for more, the start of an operation costs little, and torch's attention is faster
+_MAX_SCORES = 1024  # of a head; for more, torch's attention is faster, which reads keys once for all tokens
 _LOG2_E, _LN_2 = np.float32(1.4426950408889634), np.float32(0.6931471805599453)
 _LEAST, _MOST = np.float32(-87), np.float32(88)  # exponents whose exponential is a normal float32
 _ROUNDED_BIAS, _BIAS, _MANTISSA = np.float32(127.5), 127, 23  # of the exponent of a float32
-_ALL_BUT_SIGN = np.int32(0x7FFFFFFF)
+_SIGN_BIT, _ALL_BUT_SIGN = np.int32(31), np.int32(0x7FFFFFFF)
 _NUM_LANES = 16
 _PART = 64  # elements of a head that are computed together: head_dim must be a multiple
 _TAYLOR = tuple(np.float32(1 / divisor) for divisor in (1, 1, 2, 6, 24, 120, 720))
@@ -49,8 +50,9 @@ class CompiledLayers:
         self._layers = [_Layer(layer) for layer in layers]
 
     def can_run(self, num_tokens: int, step: AttentionContext) -> bool:
-        """Return whether these layers serve a step: of at most 16 tokens, with span attention over float32 keys."""
-        is_few = num_tokens <= _MAX_TOKENS and self._layers[0].serves(num_tokens)
+        """Return whether these layers serve a step: of at most 16 tokens, with heads of 64 numbers or a multiple."""
+        first = self._layers[0]
+        is_few = num_tokens <= _MAX_TOKENS and first.serves(num_tokens) and first.head_dim % _PART == 0
         return is_few and isinstance(step.attention, SpanAttention) and step.arena.heads(0) is not None and _works()
 
     def __call__(
@@ -59,39 +61,56 @@ class CompiledLayers:
         """Return the output of the last layer for `rows` [tokens, hidden], and write the step's keys and values."""
         assert isinstance(step.attention, SpanAttention)
         cos, sin = (part.flatten(1).numpy() for part in rotary)
-        arrays = (cos, sin, step.slots.numpy(), *step.attention.paths)
+        arrays = cos, sin, step.slots.numpy()
+        is_short = step.attention.paths[2].sum() <= _MAX_SCORES
+        attend = partial(_attend_compiled if is_short else _attend_by_torch, step.attention)
         hidden, threads = rows.contiguous().numpy(), torch.get_num_threads()
         for index, layer in enumerate(self._layers):
-            hidden = layer(hidden, step.arena.heads(index), arrays, threads)
+            store = step.arena.heads(index)
+            assert store is not None
+            hidden = layer(hidden, store, arrays, attend, threads)
         return torch.from_numpy(hidden)
+
+
+def _attend_compiled(attention: SpanAttention, heads: Array, store: Array) -> Array:
+    """Return the attention of the scaled queries in `heads` [tokens, heads, head_dim], for all heads of a token."""
+    found = np.empty((len(heads), heads.shape[1] - len(store), heads.shape[2]), np.float32)
+    _attend(heads, store, *attention.paths, found)
+    return found.reshape(len(heads), -1)
+
+
+def _attend_by_torch(attention: SpanAttention, heads: Array, store: Array) -> Array:
+    """Return what `_attend_compiled` returns."""
+    queries = torch.from_numpy(heads[:, : heads.shape[1] - len(store)])
+    found = attention(torch.from_numpy(store).transpose(0, 1), queries, 1.0)
+    return np.ascontiguousarray(found.flatten(1).numpy())
 
 
 class _Layer:
     def __init__(self, layer: Any) -> None:
         attention, mlp = layer.attention, layer.mlp
         self._scaling = np.float32(attention.scaling)
-        self._head_dim = attention.head_dim
+        self.head_dim = attention.head_dim
         self._norms, self._mlp_norms = _norm(attention.norm), _norm(mlp.norm)
-        self._head_norms = (None, None, 0.0)
+        self._head_norms: tuple[Array | None, Array | None, float] = (None, None, 0.0)
         if attention.norms is not None:
             (query, epsilon), (key, _) = (_norm(norm) for norm in attention.norms)
             self._head_norms = query, key, epsilon
         linears = attention.qkv, attention.out, mlp.gate_up, mlp.down
-        self._products = [linear.kernel for linear in linears]
+        self._products: list[Int8Product] = [linear.kernel for linear in linears]
         self.serves = attention.qkv.serves
 
-    def __call__(self, rows: Array, store: Array, step: Sequence[Array], threads: int) -> Array:
+    def __call__(
+        self, rows: Array, store: Array, step: tuple[Array, Array, Array], attend: Attend, threads: int
+    ) -> Array:
         """Return the output for `rows` [tokens, hidden]; `store` has the layer's keys and values.
 
-        `step` has what all layers share: cosines, sines, slots of the new tokens, and the paths of `SpanAttention`.
+        `step` has the cosines and sines of the new tokens, and their slots.
         """
         qkv, out, gate_up, down = self._products
-        cos, sin, slots, *paths = step
-        heads = qkv.after_norm(rows, *self._norms, threads).reshape(len(rows), -1, self._head_dim)
-        _rotate_and_write(heads, *self._head_norms, cos, sin, self._scaling, store, slots)
-        found = np.empty((len(rows), (heads.shape[1] - len(store)) * self._head_dim), np.float32)
-        _attend(heads, store, *paths, found.reshape(len(rows), -1, self._head_dim))
-        rows = out(found, rows, threads)
+        heads = qkv.after_norm(rows, *self._norms, threads).reshape(len(rows), -1, self.head_dim)
+        _rotate_and_write(heads, *self._head_norms, *step[:2], self._scaling, store, step[2])
+        rows = out(attend(heads, store), rows, threads)
         gates = gate_up.after_norm(rows, *self._mlp_norms, threads)
         codes, scales = down.new_codes(len(rows))
         _gate_and_quantize(gates, down.max_code, codes, scales)
@@ -104,7 +123,7 @@ def _norm(norm: Any) -> tuple[Array, float]:
 
 
 @cached(njit, nogil=True, inline="always")
-def _exp(value: float) -> float:
+def _exp(value: Any) -> Any:
     """Return the exponential of a float32, in operations that LLVM turns into vectors."""
     value = min(max(value, _LEAST), _MOST)
     exponent = np.int32(value * _LOG2_E + _ROUNDED_BIAS)  # positive, so the conversion rounds
@@ -184,8 +203,9 @@ def _lane_sums(builder: Any, vectors: Sequence[Any]) -> list[Any]:
         pairs = list(zip(vectors[::2], vectors[1::2], strict=True)) if len(vectors) > 1 else [(vectors[0],) * 2]
         num_lanes = _NUM_LANES * 2 if len(vectors) > 1 else count * width
         first = [lane for lane in range(num_lanes) if lane % width < width // 2]
-        masks = [ir.Constant(ir.VectorType(_I32, len(first)), [lane + shift for lane in first])
-                 for shift in (0, width // 2)]
+        masks = [
+            ir.Constant(ir.VectorType(_I32, len(first)), [lane + shift for lane in first]) for shift in (0, width // 2)
+        ]
         vectors = [
             builder.fadd(*(builder.shuffle_vector(*pair, mask) for mask in masks), flags=["fast"]) for pair in pairs
         ]
@@ -263,9 +283,7 @@ def _mix_tile(num_heads: int) -> Any:
     return mix
 
 
-def _emit_sums(
-    builder: Any, weights: Any, heads: Sequence[Any], values: Any, path: Any, start: Any
-) -> list[list[Any]]:
+def _emit_sums(builder: Any, weights: Any, heads: Sequence[Any], values: Any, path: Any, start: Any) -> list[list[Any]]:
     """Emit the loop over a path that adds up its values; return the sums, a part of a head for each of `heads`."""
     width = builder.extract_value(weights.shape, 1)
     rows = [builder.gep(weights.data, [builder.mul(head, width)]) for head in heads]
@@ -340,14 +358,20 @@ def _attend_group(queries: Array, keys: Array, values: Array, path: Array, found
             _mix_1(weights, head, values, path, start, found)
 
 
+@cached(njit, nogil=True, inline="always")
+def _ordered(bits: Any) -> Any:
+    """Return the bits of a float32 as an integer that is in the order of floats; the bits themselves if given that."""
+    return np.int32(bits ^ (np.int32(bits >> _SIGN_BIT) & _ALL_BUT_SIGN))
+
+
 @cached(njit, nogil=True)
 def _softmax(values: Array) -> None:
     """Replace values by their softmax."""
-    # LLVM makes vectors of the maximum of integers: of a float's bits, all but the sign flipped if it is negative.
-    most = np.int32(-(1 << 31))
-    for bits in values.view(np.int32):
-        most = max(most, np.int32(bits ^ ((bits >> 31) & _ALL_BUT_SIGN)))
-    peak = np.int32(most ^ ((most >> 31) & _ALL_BUT_SIGN)).view(np.float32)
+    # LLVM makes vectors of the maximum of 32-bit integers: of a float's bits, all but the sign flipped if negative.
+    numbers, most = values.view(np.int32), np.int32(-(1 << 31))
+    for index in range(len(numbers)):
+        most = max(most, _ordered(numbers[index]))
+    peak = np.int32(_ordered(most)).view(np.float32)
     total = np.float32(0)
     for index in range(len(values)):
         weight = _exp(values[index] - peak)

@@ -138,6 +138,7 @@ class Int8Linear(QuantizedLinear):
         return torch.from_numpy(out)
 
     def _pack(self, integers: torch.Tensor) -> None:
+        self.kernel: Any = None  # an Int8Product, if it serves any step
         if self._max_rows > 0:
             bias = None if self._bias is None else self._bias.numpy()
             self.kernel = Int8Product(integers.numpy(), self._scales.numpy(), bias)

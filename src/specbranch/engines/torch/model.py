@@ -120,7 +120,9 @@ class FusedModel(nn.Module):
         for index, layer in enumerate(base.layers):  # one at a time: merged weights are copies
             base.layers[index] = _Layer(layer, kind)
         self.layers = base.layers
-        self._compiled = CompiledLayers(self.layers) if CompiledLayers and kind is Int8Linear else None
+        self._compiled = None
+        if kind is Int8Linear and CompiledLayers is not None:
+            self._compiled = CompiledLayers(self.layers)
         self.norm = _Norm(base.norm)
         self.lm_head = model.lm_head
         if issubclass(kind, QuantizedLinear) and is_worth_narrowing(model.lm_head):
