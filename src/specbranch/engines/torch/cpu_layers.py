@@ -10,13 +10,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from functools import cache, partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from specbranch.engines.torch.attention import SpanAttention
 from specbranch.engines.torch.int8_kernel import Array, Int8Product, broadcast, cached, quantize
-from specbranch.engines.torch.step import AttentionContext
 from specbranch.errors import first_line
 from specbranch.extensions import optional_import
 
@@ -25,6 +24,9 @@ with optional_import("torch"):
     from llvmlite import ir
     from numba import njit, types
     from numba.extending import intrinsic
+
+if TYPE_CHECKING:
+    from specbranch.engines.torch.step import AttentionContext
 
 log = logging.getLogger(__name__)
 
@@ -53,7 +55,9 @@ class CompiledLayers:
         """Return whether these layers serve a step: of at most 16 tokens, with heads of 64 numbers or a multiple."""
         first = self._layers[0]
         is_few = num_tokens <= _MAX_TOKENS and first.serves(num_tokens) and first.head_dim % _PART == 0
-        return is_few and isinstance(step.attention, SpanAttention) and step.arena.heads(0) is not None and _works()
+        return (
+            is_few and isinstance(step.attention, SpanAttention) and step.arena.heads(0) is not None and can_compile()
+        )
 
     def __call__(
         self, rows: torch.Tensor, rotary: tuple[torch.Tensor, torch.Tensor], step: AttentionContext
@@ -148,6 +152,24 @@ def _gate_and_quantize(gates: Array, max_code: int, codes: Array, scales: Array)
             gate = gates[row, place]
             gated[0, place] = gate * gates[row, width + place] / (np.float32(1) + _exp(-gate))
         quantize(gated, max_code, codes[row : row + 1], scales[row : row + 1])
+
+
+@cached(njit, nogil=True)
+def sum_softmax(logits: Array, peaks: Array, sums: Array) -> None:
+    """Write two numbers for each row of logits [rows, vocabulary] to `sums` [rows, 2].
+
+    The first is what all logits need to be log probabilities, the second is minus the entropy. `peaks` has the largest
+    logit of each row.
+    """
+    for row in range(len(logits)):
+        total, mean = np.float32(0), np.float32(0)
+        for place in range(logits.shape[1]):
+            shifted = max(logits[row, place] - peaks[row], _LEAST)
+            weight = _exp(shifted)
+            total += weight
+            mean += weight * shifted
+        sums[row, 0] = -peaks[row] - np.log(total)
+        sums[row, 1] = mean / total - np.log(total)
 
 
 @cached(njit, nogil=True)
@@ -382,7 +404,7 @@ def _softmax(values: Array) -> None:
 
 
 @cache
-def _works() -> bool:
+def can_compile() -> bool:
     """Run the functions once on small arrays; return whether Numba compiles them here."""
     try:
         heads, store = np.zeros((1, 3, _PART), np.float32), np.zeros((2, 2, _PART), np.float32)
@@ -392,7 +414,8 @@ def _works() -> bool:
         _attend(heads, store, indices, indices, indices + 1, np.zeros((1, 1, _PART), np.float32))
         _gate_and_quantize(heads[0], 127, np.zeros((3, _PART // 2), np.uint8), np.zeros(3, np.float32))
         _gate_and_quantize(heads[0], 127, np.zeros((3, _PART // 2), np.int16), np.zeros(3, np.float32))
+        sum_softmax(heads[0], np.zeros(3, np.float32), np.zeros((3, 2), np.float32))
     except Exception as error:  # Numba and LLVM fail in many ways, and torch's operations are there
-        log.warning("layers compiled by Numba do not run here (%s); torch's operations are used", first_line(error))
+        log.warning("functions compiled by Numba do not run here (%s); torch's operations are used", first_line(error))
         return False
     return True
