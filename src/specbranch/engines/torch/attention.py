@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from specbranch.engines.kv_cache import SlotIds
-from specbranch.engines.torch.kv_store import Batch, RowSpan
+from specbranch.engines.torch.kv_store import Batch, KVStore, RowSpan
 from specbranch.extensions import optional_import
 
 with optional_import("torch"):
@@ -180,6 +180,23 @@ class Attention(Protocol):
         `scaling` multiplies the scores. The result is [tokens, kv_heads, group_len, head_dim].
         """
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionContext:
+    """The KV store and the slots that a step writes its keys and values to, and its attention function."""
+
+    arena: KVStore
+    slots: torch.Tensor  # [tokens]
+    attention: Attention
+
+    def attend(self, layer: int, query: torch.Tensor, fresh: torch.Tensor, scaling: float) -> torch.Tensor:
+        """Write a layer's new keys and values; return the attention of each token over its whole sequence so far.
+
+        `fresh` has the keys and values [tokens, 2 * kv_heads, head_dim] and `query` the queries [tokens, heads,
+        head_dim]; the result is [tokens, kv_heads, group_len, head_dim].
+        """
+        return self.attention(self.arena.write(layer, self.slots, fresh), query, scaling)
 
 
 class PagedBackend(Protocol):

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from specbranch.engines.torch.attention import AttentionContext
 from specbranch.engines.torch.linear import Int8Linear, MergedLinear, QuantizedLinear
 from specbranch.engines.torch.lm_head import LowRankOutputLayer, is_worth_narrowing
-from specbranch.engines.torch.step import AttentionContext
 from specbranch.errors import EngineError
 from specbranch.extensions import optional_import
 

@@ -6,14 +6,13 @@ vocabulary leaves the device.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from specbranch.core.distribution import Distribution
-from specbranch.engines.torch.attention import Attention
+from specbranch.engines.torch.attention import Attention, AttentionContext
 from specbranch.engines.torch.kv_store import KVStore
 from specbranch.errors import EngineError
 from specbranch.extensions import optional_import
@@ -28,23 +27,6 @@ except EngineError:  # without Numba
 PackedTopK = NDArray[np.int32]
 _LEAST = -80.0  # lowest log probability; below, its exponential is subnormal, which a CPU computes ten times slower
 _BLOCK = 64  # tokens; comparing block maxima is cheaper than sorting the vocabulary
-
-
-@dataclass(frozen=True, slots=True)
-class AttentionContext:
-    """The KV store and the slots that a step writes its keys and values to, and its attention function."""
-
-    arena: KVStore
-    slots: torch.Tensor  # [tokens]
-    attention: Attention
-
-    def attend(self, layer: int, query: torch.Tensor, fresh: torch.Tensor, scaling: float) -> torch.Tensor:
-        """Write a layer's new keys and values; return the attention of each token over its whole sequence so far.
-
-        `fresh` has the keys and values [tokens, 2 * kv_heads, head_dim] and `query` the queries [tokens, heads,
-        head_dim]; the result is [tokens, kv_heads, group_len, head_dim].
-        """
-        return self.attention(self.arena.write(layer, self.slots, fresh), query, scaling)
 
 
 class ForwardPass:
