@@ -26,7 +26,7 @@ def test_rows_of_integers_give_the_exact_product(uses_bytes: bool, shape: tuple[
     residual = rng.integers(-100, 100, (num_rows, shape[0])).astype(np.float32)
     bias = rng.integers(-100, 100, shape[0]).astype(np.float32)
     product = Int8Product(weights, np.ones(shape[0], np.float32), bias, uses_bytes=uses_bytes)
-    product._max_code = 127
+    product.max_code = 127
 
     wanted = rows.astype(np.int64) @ weights.T.astype(np.int64) + bias
     np.testing.assert_allclose(product(rows, None, 1), wanted, rtol=1e-6)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import groupby
 from operator import attrgetter
 from typing import Any, Protocol
@@ -20,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from specbranch.engines.kv_cache import SlotIds
-from specbranch.engines.torch.kv_store import Batch, RowSpan
+from specbranch.engines.torch.kv_store import Batch, KVStore, RowSpan
 from specbranch.extensions import optional_import
 
 with optional_import("torch"):
@@ -36,8 +37,16 @@ class SpanAttention:
     """The attention of one step, computed session by session over spans of slots; every layer calls it."""
 
     def __init__(self, batch: Batch, device: str) -> None:
-        groups = (list(group) for _, group in groupby(batch.pieces, key=attrgetter("session")))
-        self._spans = [_span(group, device) for group in groups]
+        self._batch = batch
+        self._device = device
+
+    @cached_property
+    def paths(self) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+        """The slots of all sequences, and for each token where those of its own begin, and how many it sees."""
+        pieces = self._batch.pieces
+        lengths = [len(piece.path) for piece in pieces]
+        starts = np.repeat(np.cumsum([0, *lengths[:-1]]), [piece.num_tokens for piece in pieces])
+        return np.concatenate([piece.path for piece in pieces]), starts, self._batch.positions + 1
 
     def __call__(self, store: torch.Tensor, query: torch.Tensor, scaling: float) -> torch.Tensor:
         """Return the attention of queries [tokens, heads, head_dim] over the keys and values in a layer's store.
@@ -46,6 +55,11 @@ class SpanAttention:
         """
         parts = [span.attend(store, query[span.start : span.stop], scaling) for span in self._spans]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    @cached_property
+    def _spans(self) -> list[_Span]:
+        groups = (list(group) for _, group in groupby(self._batch.pieces, key=attrgetter("session")))
+        return [_span(group, self._device) for group in groups]
 
 
 @dataclass(slots=True)
@@ -166,6 +180,23 @@ class Attention(Protocol):
         `scaling` multiplies the scores. The result is [tokens, kv_heads, group_len, head_dim].
         """
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionContext:
+    """The KV store and the slots that a step writes its keys and values to, and its attention function."""
+
+    arena: KVStore
+    slots: torch.Tensor  # [tokens]
+    attention: Attention
+
+    def attend(self, layer: int, query: torch.Tensor, fresh: torch.Tensor, scaling: float) -> torch.Tensor:
+        """Write a layer's new keys and values; return the attention of each token over its whole sequence so far.
+
+        `fresh` has the keys and values [tokens, 2 * kv_heads, head_dim] and `query` the queries [tokens, heads,
+        head_dim]; the result is [tokens, kv_heads, group_len, head_dim].
+        """
+        return self.attention(self.arena.write(layer, self.slots, fresh), query, scaling)
 
 
 class PagedBackend(Protocol):

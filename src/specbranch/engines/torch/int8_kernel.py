@@ -42,7 +42,7 @@ _LANES = ir.VectorType(_I32, 16)
 _OPENMP = re.compile(r"lib(gomp|iomp5|omp)\b.*\.so")
 
 
-def _cached(decorate: Callable[..., Any], *signature: Any, **options: Any) -> Callable[[Any], Any]:
+def cached(decorate: Callable[..., Any], *signature: Any, **options: Any) -> Callable[[Any], Any]:
     """Return Numba's decorator with a cache on disk, or without one if no directory for it can be written."""
 
     def compiled(function: Any) -> Any:
@@ -97,19 +97,19 @@ class Int8Product:
         sums = integers.sum(axis=1, dtype=np.int32)
         self._scales, self._zeros = self._in_blocks(scales, np.float32), self._in_blocks(zero * sums, np.int32)
         self._bias = self._in_blocks(np.zeros(len(scales)) if bias is None else bias, np.float32)
-        self._max_code = _MAX_BYTE if self._uses_bytes else min(_MAX_SHORT, _MAX_SUM // (_MAX_BYTE * self._padded))
+        self.max_code = _MAX_BYTE if self._uses_bytes else min(_MAX_SHORT, _MAX_SUM // (_MAX_BYTE * self._padded))
 
     def __call__(self, rows: Array, residual: Array | None, num_threads: int) -> Array:
         """Multiply float32 rows [rows, inputs] by the weights; return [rows, outputs], plus `residual` if given."""
-        codes, scales = self._new_codes(len(rows))
-        _quantize(rows, self._max_code, codes, scales)
-        return self._multiply(codes, scales, residual, num_threads)
+        codes, scales = self.new_codes(len(rows))
+        quantize(rows, self.max_code, codes, scales)
+        return self.multiply(codes, scales, residual, num_threads)
 
     def after_norm(self, rows: Array, weight: Array, epsilon: float, num_threads: int) -> Array:
         """Return the outputs for rows [rows, inputs] after an RMS norm with `weight` [inputs] and `epsilon`."""
-        codes, scales = self._new_codes(len(rows))
-        _normalize_and_quantize(rows, weight, epsilon, self._max_code, codes, scales)
-        return self._multiply(codes, scales, None, num_threads)
+        codes, scales = self.new_codes(len(rows))
+        normalize_and_quantize(rows, weight, epsilon, self.max_code, codes, scales)
+        return self.multiply(codes, scales, None, num_threads)
 
     def _in_blocks(self, values: Array, dtype: Any) -> Array:
         """Return `values`, one for each output, padded with zeros to whole blocks of outputs."""
@@ -117,12 +117,12 @@ class Int8Product:
         found[: self._num_outputs] = values
         return found
 
-    def _new_codes(self, num_rows: int) -> tuple[Array, Array]:
+    def new_codes(self, num_rows: int) -> tuple[Array, Array]:
         make = np.empty if self._padded == self._num_inputs else np.zeros
         codes = make((num_rows, self._padded), dtype=np.uint8 if self._uses_bytes else np.int16)
         return codes, np.empty(num_rows, dtype=np.float32)
 
-    def _multiply(self, codes: Array, scales: Array, residual: Array | None, num_threads: int) -> Array:
+    def multiply(self, codes: Array, scales: Array, residual: Array | None, num_threads: int) -> Array:
         out = np.empty((len(codes), len(self._scales)), dtype=np.float32)
         is_whole = len(self._scales) == self._num_outputs
         base = residual if is_whole else None
@@ -150,7 +150,7 @@ def _load(builder: Any, pointer: Any, offset: Any, kind: Any, align: int) -> Any
     return loaded
 
 
-def _broadcast(builder: Any, value: Any, num_lanes: int) -> Any:
+def broadcast(builder: Any, value: Any, num_lanes: int) -> Any:
     """Emit a vector that has `value` in all its lanes."""
     kind = ir.VectorType(value.type, num_lanes)
     nothing, first = ir.Constant(kind, ir.Undefined), ir.Constant(ir.VectorType(_I32, num_lanes), [0] * num_lanes)
@@ -170,7 +170,7 @@ def _emit_bytes(builder: Any, weights: Any, offset: Any, quads: Sequence[Any], s
     """Emit the products of four unsigned bytes of each row with the weights at `offset`, added to the rows' sums."""
     multiply = _function(builder, "llvm.x86.avx512.vpdpbusd.512", _LANES, [_LANES] * 3)
     halves = [_load(builder, weights, builder.add(offset, _I64(64 * half)), _LANES, 64) for half in range(2)]
-    rows = [_broadcast(builder, quad, 16) for quad in quads]
+    rows = [broadcast(builder, quad, 16) for quad in quads]
     pairs = [(row, half) for row in rows for half in halves]
     return [builder.call(multiply, [total, *pair]) for total, pair in zip(sums, pairs, strict=True)]
 
@@ -183,7 +183,7 @@ def _emit_shorts(builder: Any, weights: Any, offset: Any, quads: Sequence[Any], 
     ]
     found = []
     for quad, row_sums in zip(quads, _rows_of(sums, 4), strict=True):
-        row = builder.sext(builder.bitcast(_broadcast(builder, quad, 8), short), wide)
+        row = builder.sext(builder.bitcast(broadcast(builder, quad, 8), short), wide)
         for part, total in zip(parts, row_sums, strict=True):
             product = builder.mul(row, part, flags=["nsw"])
             found.append(builder.add(total, _add_halves(builder, product)))
@@ -250,7 +250,7 @@ def _emit_outputs(builder: Any, arrays: Sequence[Any], rows: Sequence[Any], star
             for one, kind in ((zeros, _LANES), (weight_scales, floats), (bias, floats))
         )
         for index, row in enumerate(rows):
-            row_scale = _broadcast(builder, builder.load(builder.gep(scales.data, [row])), 16)
+            row_scale = broadcast(builder, builder.load(builder.gep(scales.data, [row])), 16)
             value = builder.sitofp(builder.sub(sums[2 * index + half], zero), floats)
             value = builder.fadd(builder.fmul(value, builder.fmul(scale, row_scale)), shift)
             offset = builder.add(builder.mul(row, num_outputs), place)
@@ -294,25 +294,27 @@ def _emit_loop(builder: Any, weights: Any, rows: Sequence[Any], width: Any, uses
 _tile_1, _tile_2, _tile_4, _tile_8 = _tile(1), _tile(2), _tile(4), _tile(8)
 
 
-@_cached(njit, nogil=True)
-def _quantize(rows: Array, max_code: int, codes: Array, scales: Array) -> None:
+@cached(njit, nogil=True)
+def quantize(rows: Array, max_code: int, codes: Array, scales: Array) -> None:
     """Quantize each row: write its integers to `codes`, offset by 128 if these are bytes, and its scale to `scales`."""
     # The conversion truncates, so values are made positive first, and 0.5 makes it round.
     shift = _ZERO_POINT if codes.itemsize == 1 else _MAX_SHORT
     offset = 0 if codes.itemsize == 1 else _MAX_SHORT
     half = np.float32(shift) + np.float32(0.5)
     for row in range(rows.shape[0]):
-        peak = np.float32(1e-8)
+        # LLVM makes vectors of the maximum of integers, and the bits of a positive float32 are in the order of floats.
+        bits = np.int32(np.float32(1e-8).view(np.int32))
         for place in range(rows.shape[1]):
-            peak = max(peak, abs(rows[row, place]))
+            bits = max(bits, np.float32(abs(rows[row, place])).view(np.int32))
+        peak = np.int32(bits).view(np.float32)
         scales[row] = peak / np.float32(max_code)
         factor = np.float32(max_code) / peak
         for place in range(rows.shape[1]):
             codes[row, place] = np.int32(rows[row, place] * factor + half) - offset
 
 
-@_cached(njit, nogil=True)
-def _normalize_and_quantize(
+@cached(njit, nogil=True)
+def normalize_and_quantize(
     rows: Array, weight: Array, epsilon: float, max_code: int, codes: Array, scales: Array
 ) -> None:
     """Quantize each row after an RMS norm, whose factor for the whole row is applied to the row's scale alone."""
@@ -324,11 +326,11 @@ def _normalize_and_quantize(
             value = rows[row, place]
             square += value * value
             weighted[0, place] = value * weight[place]
-        _quantize(weighted, max_code, codes[row : row + 1], scales[row : row + 1])
+        quantize(weighted, max_code, codes[row : row + 1], scales[row : row + 1])
         scales[row] /= np.sqrt(square / np.float32(num_inputs) + np.float32(epsilon))
 
 
-@_cached(njit, nogil=True)
+@cached(njit, nogil=True)
 def _multiply_blocks(
     codes: Array, scales: Array, packed: Array, weight_scales: Array, zeros: Array, bias: Array, base: Array | None,
     out: Array, first: int, last: int,
@@ -351,7 +353,7 @@ def _multiply_blocks(
             _tile_1(codes, row, packed, block, scales, weight_scales, zeros, bias, base, out)
 
 
-@_cached(njit, nogil=True)
+@cached(njit, nogil=True)
 def _multiply(
     codes: Array, scales: Array, packed: Array, weight_scales: Array, zeros: Array, bias: Array, base: Array | None,
     out: Array,
@@ -382,7 +384,7 @@ def _take(_: Any, numbers: Any, __: Any) -> tuple[Any, Callable[..., Any]]:
     return types.int64(numbers, types.int64), emit
 
 
-@_cached(njit)
+@cached(njit)
 def _task_of(
     codes: Array, scales: Array, packed: Array, weight_scales: Array, zeros: Array, bias: Array, base: Array | None,
     out: Array, num_shares: int,

@@ -91,6 +91,15 @@ class KVStore:
         store.index_copy_(0, slots, fresh)
         return store
 
+    def heads(self, layer: int) -> NDArray[np.float32] | None:
+        """Return the memory of a layer [2 * kv_heads, slots, head_dim]; None if it is no array of float32 by heads.
+
+        It is none either before the layer first writes.
+        """
+        store = self._layers.get(layer)
+        is_array = self._by_head and self.device == "cpu" and store is not None and store.dtype == torch.float32
+        return store.transpose(0, 1).numpy() if is_array and store is not None else None
+
     def _any_store(self) -> torch.Tensor:
         return next(iter(self._layers.values()))
 

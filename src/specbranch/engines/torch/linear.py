@@ -126,17 +126,22 @@ class Int8Linear(QuantizedLinear):
         overflows = self._max_rows < _ALL_ROWS and sums_overflow()
         super().__init__(*linears, largest=_MAX_INT7 if overflows else _MAX_INT8)
 
+    def serves(self, num_rows: int) -> bool:
+        """Return whether our own kernel, `kernel`, multiplies that many rows."""
+        return num_rows <= self._max_rows
+
     def after_norm(self, rows: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
         """Return the outputs for rows [rows, inputs] after an RMS norm with `weight` [inputs] and `epsilon`."""
-        if len(rows) > self._max_rows:
+        if not self.serves(len(rows)):
             return super().after_norm(rows, weight, epsilon)
-        out = self._kernel.after_norm(rows.contiguous().numpy(), weight.numpy(), epsilon, torch.get_num_threads())
+        out = self.kernel.after_norm(rows.contiguous().numpy(), weight.numpy(), epsilon, torch.get_num_threads())
         return torch.from_numpy(out)
 
     def _pack(self, integers: torch.Tensor) -> None:
+        self.kernel: Any = None  # an Int8Product, if it serves any step
         if self._max_rows > 0:
             bias = None if self._bias is None else self._bias.numpy()
-            self._kernel = Int8Product(integers.numpy(), self._scales.numpy(), bias)
+            self.kernel = Int8Product(integers.numpy(), self._scales.numpy(), bias)
         if self._max_rows < _ALL_ROWS:
             self._zeros = torch.zeros(len(integers), dtype=torch.int64)
             self._packed = torch.ops.onednn.qlinear_prepack(integers, None)
@@ -147,9 +152,9 @@ class Int8Linear(QuantizedLinear):
 
     def _product(self, rows: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
         count = len(rows)
-        if count <= self._max_rows:
+        if self.serves(count):
             given = None if residual is None else residual.float().contiguous().numpy()
-            return torch.from_numpy(self._kernel(rows.float().contiguous().numpy(), given, torch.get_num_threads()))
+            return torch.from_numpy(self.kernel(rows.float().contiguous().numpy(), given, torch.get_num_threads()))
         scales = rows.abs().amax(dim=-1, keepdim=True).clamp_(min=_MIN_PEAK).div_(_MAX_INT8)
         integers = self._few if count <= _MIN_ROWS else torch.empty(rows.shape, dtype=torch.uint8)
         # The copy truncates: 0.5 makes it round.

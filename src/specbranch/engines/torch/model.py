@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from specbranch.engines.torch.linear import MergedLinear, QuantizedLinear
+from specbranch.engines.torch.attention import AttentionContext
+from specbranch.engines.torch.linear import Int8Linear, MergedLinear, QuantizedLinear
 from specbranch.engines.torch.lm_head import LowRankOutputLayer, is_worth_narrowing
-from specbranch.engines.torch.step import AttentionContext
 from specbranch.errors import EngineError
 from specbranch.extensions import optional_import
 
@@ -20,6 +20,10 @@ with optional_import("torch"):
     from torch import nn
     from torch.nn.functional import rms_norm, silu
     from transformers import AttentionInterface, AttentionMaskInterface
+try:
+    from specbranch.engines.torch.cpu_layers import CompiledLayers
+except EngineError:  # without Numba
+    CompiledLayers = None  # type: ignore[assignment,misc]
 
 # Families whose attention, MLP and norm differ only in names.
 _FAMILIES = ("Llama", "Qwen2", "Qwen3", "Mistral")
@@ -49,42 +53,42 @@ class _Norm(nn.Module):
 class _MLP(nn.Module):
     def __init__(self, mlp: Any, norm: Any, kind: LinearType) -> None:
         super().__init__()
-        self._norm = _Norm(norm)
-        self._gate_up = kind(mlp.gate_proj, mlp.up_proj)
-        self._down = kind(mlp.down_proj)
+        self.norm = _Norm(norm)
+        self.gate_up = kind(mlp.gate_proj, mlp.up_proj)
+        self.down = kind(mlp.down_proj)
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
-        gate, up = self._norm.then(self._gate_up, rows).chunk(2, dim=-1)
-        out: torch.Tensor = self._down(silu(gate).mul_(up), rows)
+        gate, up = self.norm.then(self.gate_up, rows).chunk(2, dim=-1)
+        out: torch.Tensor = self.down(silu(gate).mul_(up), rows)
         return out
 
 
 class _Attention(nn.Module):
     def __init__(self, attention: Any, norm: Any, kind: LinearType) -> None:
         super().__init__()
-        self._norm = _Norm(norm)
+        self.norm = _Norm(norm)
         self._layer = attention.layer_idx
         self.scaling = attention.scaling
-        self._head_dim = attention.head_dim
-        self.num_queries = attention.q_proj.out_features // self._head_dim
-        self._num_rotated = self.num_queries + attention.k_proj.out_features // self._head_dim
-        self._qkv = kind(attention.q_proj, attention.k_proj, attention.v_proj)
-        self._out = kind(attention.o_proj)
-        self._norms = None
+        self.head_dim = attention.head_dim
+        self.num_queries = attention.q_proj.out_features // self.head_dim
+        self._num_rotated = self.num_queries + attention.k_proj.out_features // self.head_dim
+        self.qkv = kind(attention.q_proj, attention.k_proj, attention.v_proj)
+        self.out = kind(attention.o_proj)
+        self.norms = None
         if hasattr(attention, "q_norm"):
-            self._norms = nn.ModuleList([_Norm(attention.q_norm), _Norm(attention.k_norm)])
+            self.norms = nn.ModuleList([_Norm(attention.q_norm), _Norm(attention.k_norm)])
 
     def forward(self, rows: torch.Tensor, rotary: Rotary, step: AttentionContext) -> torch.Tensor:
-        heads = self._norm.then(self._qkv, rows).view(len(rows), -1, self._head_dim)  # [tokens, heads, head_dim]
+        heads = self.norm.then(self.qkv, rows).view(len(rows), -1, self.head_dim)  # [tokens, heads, head_dim]
         rotated = heads[:, : self._num_rotated]
-        if self._norms is not None:
-            for norm, part in zip(self._norms, self._split(rotated), strict=True):
+        if self.norms is not None:
+            for norm, part in zip(self.norms, self._split(rotated), strict=True):
                 part.copy_(norm(part))
         cos, sin = rotary
-        turned = rotated.roll(self._head_dim // 2, dims=-1)
+        turned = rotated.roll(self.head_dim // 2, dims=-1)
         rotated.mul_(cos).addcmul_(turned, sin)
         found = step.attend(self._layer, *self._split(heads), self.scaling)
-        out: torch.Tensor = self._out(found.flatten(1), rows)
+        out: torch.Tensor = self.out(found.flatten(1), rows)
         return out
 
     def _split(self, heads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -96,10 +100,10 @@ class _Layer(nn.Module):
     def __init__(self, layer: Any, kind: LinearType) -> None:
         super().__init__()
         self.attention = _Attention(layer.self_attn, layer.input_layernorm, kind)
-        self._mlp = _MLP(layer.mlp, layer.post_attention_layernorm, kind)
+        self.mlp = _MLP(layer.mlp, layer.post_attention_layernorm, kind)
 
     def forward(self, rows: torch.Tensor, rotary: Rotary, step: AttentionContext) -> torch.Tensor:
-        out: torch.Tensor = self._mlp(self.attention(rows, rotary, step))
+        out: torch.Tensor = self.mlp(self.attention(rows, rotary, step))
         return out
 
 
@@ -116,6 +120,9 @@ class FusedModel(nn.Module):
         for index, layer in enumerate(base.layers):  # one at a time: merged weights are copies
             base.layers[index] = _Layer(layer, kind)
         self.layers = base.layers
+        self._compiled = None
+        if kind is Int8Linear and CompiledLayers is not None:
+            self._compiled = CompiledLayers(self.layers)
         self.norm = _Norm(base.norm)
         self.lm_head = model.lm_head
         if issubclass(kind, QuantizedLinear) and is_worth_narrowing(model.lm_head):
@@ -134,13 +141,19 @@ class FusedModel(nn.Module):
         """
         rows = self.embed_tokens(tokens).to(self.norm.weight.dtype)
         rotary = self._rotary(positions, rows.dtype)
-        for layer in self.layers:
-            rows = layer(rows, rotary, step)
-        rows = self.norm(rows)
+        rows = self.norm(self._run_layers(rows, rotary, step))
         if isinstance(self.lm_head, LowRankOutputLayer):
             self.lm_head.observe(rows)
         logits: torch.Tensor = self.lm_head(rows if outputs is None else rows[outputs])
         return logits
+
+    def _run_layers(self, rows: torch.Tensor, rotary: Rotary, step: AttentionContext) -> torch.Tensor:
+        """Run all layers: for few rows on a CPU in int8 by functions that Numba compiled, else by torch."""
+        if self._compiled is not None and self._compiled.can_run(len(rows), step):
+            return self._compiled(rows, rotary, step)
+        for layer in self.layers:
+            rows = layer(rows, rotary, step)
+        return rows
 
     def store_embedding(self, dtype: torch.dtype) -> None:
         """Convert the input embedding, and the exact weights of a low-rank output layer, to `dtype`, and store them.
