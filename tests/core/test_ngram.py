@@ -52,6 +52,22 @@ def test_guesses_are_judged_by_how_long_a_context_matched() -> None:
     assert probs[0] == probs[1] < 0.1 and 0.8 < probs[2] == probs[3]
 
 
+def test_a_sequence_in_which_guesses_prove_wrong_gets_shorter_ones_than_the_others() -> None:
+    costs = PairModel()
+    for _ in range(100):
+        costs.calibration.observe_guess((TEXT, 3), True)
+    tokens = [1, 2, 3, 9, 8, 7, 6, 1, 2, 3]
+    tree, guesser = Tree(tokens, GreedyPicker(), costs.calibration), NgramDrafter(tokens, costs.history)
+    lens = []
+    for index in range(4):
+        lens.append(len(guesser.extend(tree, tree.root, 4, 0.2)))
+        tree.commit([50 + index, 1, 2, 3])
+        tokens += [50 + index, 1, 2, 3]
+
+    assert lens[0] == 4 > lens[-1]
+    assert costs.calibration.guess_accept_prob((TEXT, 3)) > 0.8, "of all sequences"
+
+
 def test_other_answers_are_asked_where_the_text_has_nothing() -> None:
     costs = PairModel()
     costs.history.add(costs.history.begin(), [1, 2, 3, 4, 5])

@@ -19,6 +19,7 @@ from specbranch.core.distribution import Distribution
 _RATE = 0.2  # learning rate of a line
 _RANKS = 8  # further ranks use the correction of the last one
 _PRIOR = 4.0  # weight of the assumption before any verdict, in observations
+_TRUST_PRIOR = 2.0  # the same for what one sequence shows of its guesses
 _MIN_DOUBT = 1e-4  # confidence is limited to values this far from 0 and from 1
 _KEPT_PRIOR = 0.5, 1.2  # initial slope and shift: at a confidence of 0.56, 0.79 of the sampled tokens are accepted
 
@@ -170,6 +171,28 @@ class Calibration:
         seen, right = self._guesses.get(grounds, (0.0, 0.0))
         self._guesses[grounds] = (seen * self._keep + 1, right * self._keep + is_right)
         self._guess_probs.clear()
+
+
+class GuessTrust:
+    """Learns whether n-gram guesses are right more or less often in one sequence than in all, by source of the guess.
+
+    What is shared by all sequences says little of the next one: one answer copies its prompt, another repeats only
+    phrases. The probability of a guess is multiplied by how many guesses of its source were right in this sequence,
+    divided by how many were expected to be.
+    """
+
+    def __init__(self) -> None:
+        self._counts: dict[str, tuple[float, float]] = {}  # by source: right ones, and expected ones
+
+    def adjusted(self, grounds: Grounds, prob: float) -> float:
+        """Return the probability of a guess in this sequence; `prob` is that of guesses in all sequences."""
+        right, expected = self._counts.get(grounds[0], (0.0, 0.0))
+        return min(prob * (right + _TRUST_PRIOR) / (expected + _TRUST_PRIOR), 1.0)
+
+    def observe(self, grounds: Grounds, is_right: bool, prob: float) -> None:
+        """Count a guess as right or wrong; `prob` is the probability of such guesses in all sequences."""
+        right, expected = self._counts.get(grounds[0], (0.0, 0.0))
+        self._counts[grounds[0]] = right + is_right, expected + prob
 
 
 def _log_odds(distribution: Distribution) -> float:

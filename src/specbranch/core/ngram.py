@@ -21,7 +21,7 @@ from collections.abc import Collection, Sequence
 
 import numpy as np
 
-from specbranch.core.calibration import Calibration, Grounds
+from specbranch.core.calibration import Grounds
 from specbranch.core.node import Node
 from specbranch.core.tree import Tree
 
@@ -77,17 +77,17 @@ class NgramDrafter:
         guess: Guess = []
         while len(chain) < count and tip.distribution is None:
             if not guess:
-                guess = self._best_guess(tree.calibration, tip, count - len(chain), sources)
+                guess = self._best_guess(tree, tip, count - len(chain), sources)
             if not guess:
                 break
             token, grounds = guess.pop(0)
-            if tree.path_prob(tip) * tree.calibration.guess_accept_prob(grounds) < min_prob:
+            if tree.path_prob(tip) * tree.guess_accept_prob(grounds) < min_prob:
                 break
             tip = tree.add_guess(tip, token, grounds)
             chain.append(tip)
         return chain
 
-    def _best_guess(self, calibration: Calibration, tip: Node, count: int, sources: Collection[str]) -> Guess:
+    def _best_guess(self, tree: Tree, tip: Node, count: int, sources: Collection[str]) -> Guess:
         """Return a guess of at most `count` tokens after `tip`; an empty list if no source has one.
 
         If several sources have a guess, take that of the source that was right most often, each source judged by its
@@ -103,7 +103,7 @@ class NgramDrafter:
         best: Guess = []
         best_prob = 0.0
         for source, tokens, num_agreed in found:
-            if tokens and (prob := calibration.guess_accept_prob((source, _CLASS_OF[num_agreed]))) > best_prob:
+            if tokens and (prob := tree.guess_accept_prob((source, _CLASS_OF[num_agreed]))) > best_prob:
                 # A guessed token that comes true makes the matched context of the next one longer.
                 lengths = (min(num_agreed + index, MAX_MATCH) for index in range(len(tokens)))
                 best = [(token, (source, _CLASS_OF[length])) for token, length in zip(tokens, lengths, strict=True)]

@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
-from specbranch.core.calibration import Calibration, Grounds
+from specbranch.core.calibration import Calibration, Grounds, GuessTrust
 from specbranch.core.distribution import Distribution
 from specbranch.core.node import Node, TokenOutcome, TokenPicker
 
@@ -29,6 +29,7 @@ class Tree:
     def __init__(self, tokens: Sequence[int], draw: TokenPicker, calibration: Calibration | None = None) -> None:
         if not tokens:
             raise ValueError("a draft tree needs at least one committed token to start from")
+        self._trust = GuessTrust()
         self.set_sampling(draw, calibration or Calibration())
         self.root = Node(tokens[-1], None, len(tokens) - 1, 0)
         self.submitted: list[Node] | None = None  # None while the target waits for a submission
@@ -126,6 +127,10 @@ class Tree:
         """Return the probability that the target emits the tokens below `start` (None: the root) down to `node`."""
         return math.exp(node.log_prob - (start or self.root).log_prob)
 
+    def guess_accept_prob(self, grounds: Grounds) -> float:
+        """Return the probability that an n-gram guess of this sequence is right, by its `grounds`."""
+        return self._trust.adjusted(grounds, self.calibration.guess_accept_prob(grounds))
+
     def add_guess(self, parent: Node, token: int, grounds: Grounds) -> Node:
         """Add a guessed token below `parent`, a node without a distribution, and return the new or existing child.
 
@@ -134,7 +139,7 @@ class Tree:
         """
         child = parent.child_with(token)
         if child is None:
-            child = self._add(parent, token, self.calibration.guess_accept_prob(grounds))
+            child = self._add(parent, token, self.guess_accept_prob(grounds))
             child.guess_source = grounds
         return child
 
@@ -186,7 +191,7 @@ class Tree:
         old = node = self.root
         num_used = 0
         for token in tokens:
-            _calibrate(self.calibration, node, token)
+            _calibrate(self.calibration, self._trust, node, token)
             child = node.child_with(token)
             if child is None:
                 break
@@ -288,7 +293,7 @@ def _shift_log_prob(node: Node, change: float) -> None:
         stack += one.children
 
 
-def _calibrate(calibration: Calibration, node: Node, token: int) -> None:
+def _calibrate(calibration: Calibration, trust: GuessTrust, node: Node, token: int) -> None:
     """Let the calibration learn how well distribution, sampled token and guesses after `node` predicted `token`."""
     if node.distribution is not None:
         calibration.observe(node.distribution, token)
@@ -297,7 +302,9 @@ def _calibrate(calibration: Calibration, node: Node, token: int) -> None:
             calibration.observe_drawn(node.distribution, token, drawn.token, drawn.sampled_from)
     for child in node.children:
         if child.guess_source is not None:
-            calibration.observe_guess(child.guess_source, child.token == token)
+            is_right = child.token == token
+            trust.observe(child.guess_source, is_right, calibration.guess_accept_prob(child.guess_source))
+            calibration.observe_guess(child.guess_source, is_right)
 
 
 @dataclass(slots=True, kw_only=True)

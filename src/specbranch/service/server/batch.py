@@ -292,7 +292,8 @@ class BatchPlanner:
             core, num_unprefilled = session.core, session.num_unprefilled
             state = session.state
             nodes = () if state is State.DROPPED else core.rows()
-            if not nodes and state is State.PREFILLING and num_unprefilled > 1:
+            # A planner that waits for prefill shares its cores: the target prefills there now.
+            if not nodes and state is State.PREFILLING and num_unprefilled > 1 and not core.waits_for_prefill:
                 nodes = (core.tree.root,)  # the planner drafts only while a target waits, and none waits for a prefill
             is_awaited = session.state is State.TARGET_WAITING
             if not nodes or session.is_idle or (session.is_paused and not is_awaited):
