@@ -184,10 +184,10 @@ class GuessTrust:
     def __init__(self) -> None:
         self._counts: dict[str, tuple[float, float]] = {}  # by source: right ones, and expected ones
 
-    def adjusted(self, grounds: Grounds, prob: float) -> float:
-        """Return the probability of a guess in this sequence; `prob` is that of guesses in all sequences."""
+    def accept_prob(self, grounds: Grounds, calibration: Calibration) -> float:
+        """Return the probability that a guess is right in this sequence; `calibration` knows it for all sequences."""
         right, expected = self._counts.get(grounds[0], (0.0, 0.0))
-        return min(prob * (right + _TRUST_PRIOR) / (expected + _TRUST_PRIOR), 1.0)
+        return min(calibration.guess_accept_prob(grounds) * (right + _TRUST_PRIOR) / (expected + _TRUST_PRIOR), 1.0)
 
     def observe(self, grounds: Grounds, is_right: bool, prob: float) -> None:
         """Count a guess as right or wrong; `prob` is the probability of such guesses in all sequences."""

@@ -81,7 +81,7 @@ class NgramDrafter:
             if not guess:
                 break
             token, grounds = guess.pop(0)
-            if tree.path_prob(tip) * tree.guess_accept_prob(grounds) < min_prob:
+            if tree.path_prob(tip) * tree.trust.accept_prob(grounds, tree.calibration) < min_prob:
                 break
             tip = tree.add_guess(tip, token, grounds)
             chain.append(tip)
@@ -103,7 +103,10 @@ class NgramDrafter:
         best: Guess = []
         best_prob = 0.0
         for source, tokens, num_agreed in found:
-            if tokens and (prob := tree.guess_accept_prob((source, _CLASS_OF[num_agreed]))) > best_prob:
+            if (
+                tokens
+                and (prob := tree.trust.accept_prob((source, _CLASS_OF[num_agreed]), tree.calibration)) > best_prob
+            ):
                 # A guessed token that comes true makes the matched context of the next one longer.
                 lengths = (min(num_agreed + index, MAX_MATCH) for index in range(len(tokens)))
                 best = [(token, (source, _CLASS_OF[length])) for token, length in zip(tokens, lengths, strict=True)]

@@ -29,7 +29,7 @@ class Tree:
     def __init__(self, tokens: Sequence[int], draw: TokenPicker, calibration: Calibration | None = None) -> None:
         if not tokens:
             raise ValueError("a draft tree needs at least one committed token to start from")
-        self._trust = GuessTrust()
+        self.trust = GuessTrust()
         self.set_sampling(draw, calibration or Calibration())
         self.root = Node(tokens[-1], None, len(tokens) - 1, 0)
         self.submitted: list[Node] | None = None  # None while the target waits for a submission
@@ -127,10 +127,6 @@ class Tree:
         """Return the probability that the target emits the tokens below `start` (None: the root) down to `node`."""
         return math.exp(node.log_prob - (start or self.root).log_prob)
 
-    def guess_accept_prob(self, grounds: Grounds) -> float:
-        """Return the probability that an n-gram guess of this sequence is right, by its `grounds`."""
-        return self._trust.adjusted(grounds, self.calibration.guess_accept_prob(grounds))
-
     def add_guess(self, parent: Node, token: int, grounds: Grounds) -> Node:
         """Add a guessed token below `parent`, a node without a distribution, and return the new or existing child.
 
@@ -139,7 +135,7 @@ class Tree:
         """
         child = parent.child_with(token)
         if child is None:
-            child = self._add(parent, token, self.guess_accept_prob(grounds))
+            child = self._add(parent, token, self.trust.accept_prob(grounds, self.calibration))
             child.guess_source = grounds
         return child
 
@@ -191,7 +187,7 @@ class Tree:
         old = node = self.root
         num_used = 0
         for token in tokens:
-            _calibrate(self.calibration, self._trust, node, token)
+            _calibrate(self.calibration, self.trust, node, token)
             child = node.child_with(token)
             if child is None:
                 break
