@@ -54,11 +54,12 @@ class StepTimeModel:
 
     `cost` is the fitted line; None before the first step. A step of over three times the time that the line predicts
     counts as three times, because the machine may have stood still in it; a second one in a row counts in full.
-    `max_excess` replaces the three.
+    `max_excess` replaces the three. `num_observed` is the number of measured steps.
     """
 
     def __init__(self, half_life: float = 64.0, max_excess: float = _MAX_EXCESS) -> None:
         self._max_excess = max_excess
+        self.num_observed = 0
         self.cost: StepCost | None = None
         self._keep = 0.5 ** (1 / half_life)
         self._was_slow = False  # the last step took over three times what the line predicted
@@ -74,6 +75,7 @@ class StepTimeModel:
         is_slow = step_s > max_s
         step_s = max_s if is_slow and not self._was_slow else step_s
         self._was_slow = is_slow
+        self.num_observed += 1
         self._n = self._n * self._keep + 1
         self._x = self._x * self._keep + x
         self._xx = self._xx * self._keep + x * x

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from specbranch.core.costs import PairModel, StepCost
+from specbranch.core.costs import PairModel, StepCost, StepTimeModel
 from specbranch.core.distribution import Distribution, RequestSampling
 from specbranch.core.ngram import TEXT
 from specbranch.core.node import GreedyPicker, Node
@@ -449,6 +449,19 @@ def test_in_turns_the_draft_stops_before_the_step_that_the_target_does_not_wait_
 def test_only_in_turns_budget_lets_the_target_wait_for_prefill() -> None:
     assert [session_of("budget", takes_turns=turns).waits_for_prefill for turns in (False, True)] == [False, True]
     assert not session_of("sps").waits_for_prefill
+
+
+def test_in_turns_a_slow_first_draft_step_does_not_keep_the_draft_off() -> None:
+    """The first step after a start takes three times as long as later ones, and alone it would not pay."""
+    costs = costs_of_turns(0.01)
+    costs.draft = StepTimeModel()
+    costs.draft.observe(1, 20.0)
+    session = session_of("budget", costs=costs, takes_turns=True)
+
+    assert session.propose() is None
+    for _ in range(7):
+        costs.draft.observe(1, 20.0)
+    assert session_of("budget", costs=costs, takes_turns=True).propose() == []
 
 
 def test_in_turns_the_first_token_of_an_answer_waits_for_no_draft() -> None:

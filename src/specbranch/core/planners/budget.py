@@ -32,6 +32,7 @@ from specbranch.core.tree import Tree
 
 _MIN_PROB = 0.01
 _FIRST_ROUND = 1  # it begins with the first token of the answer, which nobody should wait for longer than without us
+_MIN_MEASURED = 8  # draft steps before their cost is believed: the first ones after a start are slow
 _MAX_PLAIN = 32  # rounds without a wait; then the target waits for one draft step, so that its cost stays known
 _MIN_GUESS_PROB = 0.1  # a guess that is verified in vain costs the target a little
 
@@ -165,7 +166,8 @@ class BudgetPlanner(Planner[BudgetSettings]):
         if tip is None:
             return False
         draft, target, prob = costs.draft.cost, costs.target, tree.path_prob(tip)
-        if draft is None or (self._num_plain >= _MAX_PLAIN and not self._num_steps):
+        is_known = costs.draft.num_observed >= _MIN_MEASURED
+        if draft is None or not is_known or (self._num_plain >= _MAX_PLAIN and not self._num_steps):
             return prob >= _MIN_PROB
         guesses = round.ngrams.extend(tree, tip, 1, 0.0, self._sources) if self._sources else []
         guess_prob = tree.path_prob(guesses[0]) if guesses else 0.0
