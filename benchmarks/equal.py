@@ -1,45 +1,36 @@
 #!/usr/bin/env python
 """The two things that `specbranch bench run benchmarks/equal.toml` does not do itself.
 
-benchmarks/equal.py llamacpp FILE.gguf --data DIR   # llama.cpp alone on both cores, the same prompts once: equal-llamacpp.json
-benchmarks/equal.py draw                            # README's bars, from equal.jsonl and equal-llamacpp.json
-benchmarks/equal.py words                           # README's sentences on them
+benchmarks/equal.py draw     # README's bars, from equal.jsonl
+benchmarks/equal.py words    # README's sentences on them
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import os
 import random
 import textwrap
-import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from specbranch.bench.results import Record, read_results
-from specbranch.bench.scenario import read_prompts, read_scenario
-from specbranch.machine import provenance
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
+RESULT = HERE / "equal.jsonl"
 FIGURE = ROOT / "docs" / "img" / "equal.svg"
 # How README calls the methods, from the slowest kind to ours.
 NAMES = {
-    "bare": "vLLM, one core",
-    "bare, both cores": "vLLM, both cores",
-    "draft_model, both cores": "vLLM draft_model, both cores",
-    "ngram, both cores": "vLLM ngram, both cores",
-    "suffix, both cores": "vLLM suffix, both cores",
-    "budget": "SpecBranch, one core each",
+    "bare": "vLLM alone",
+    "suffix": "vLLM with suffix",
+    "text": "SpecBranch, no draft model",
+    "budget": "SpecBranch, draft model",
 }
-LLAMACPP = "llama.cpp, 4 bits, both cores"
-OWN = "budget"
-PEERS = ("draft_model, both cores", "ngram, both cores", "suffix, both cores")
+BARE, PEER, TEXT, OWN = NAMES
 RESAMPLES = 1000
-WIDTH, MARGIN, LEFT, BAR, TOP, ROW = 860, 18, 270, 390, 40, 30  # pixels
-GREY, PEER, OURS, INK, DIM = "#9aa5b1", "#457b9d", "#0b7a75", "#1f2933", "#52606d"
+WIDTH, MARGIN, LEFT, BAR, TOP, ROW = 860, 18, 230, 430, 62, 34  # pixels
+GREY, BLUE, GREEN, INK, DIM = "#9aa5b1", "#457b9d", "#0b7a75", "#1f2933", "#52606d"
+COLORS = {BARE: GREY, PEER: BLUE, TEXT: GREEN, OWN: GREEN}
 
 Prompt = tuple[str, int]  # task, number
 
@@ -47,88 +38,43 @@ Prompt = tuple[str, int]  # task, number
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(required=True)
-    measure = commands.add_parser("llamacpp")
-    measure.add_argument("gguf", type=Path)
-    measure.add_argument("--data", type=Path, required=True)
-    measure.set_defaults(run=lambda args: run_llamacpp(args.gguf, args.data))
-    commands.add_parser("draw").set_defaults(run=lambda args: FIGURE.write_text(picture()))
-    commands.add_parser("words").set_defaults(run=lambda args: print(words()))
-    args = parser.parse_args()
-    args.run(args)
-
-
-def run_llamacpp(gguf: Path, data: Path) -> None:
-    """Let llama.cpp answer the prompts of equal.toml, greedily, and keep the times."""
-    import llama_cpp
-    from llama_cpp import Llama
-
-    scenario = read_scenario(HERE / "equal.toml")
-    cores = sorted(os.sched_getaffinity(0))
-    model = Llama(
-        str(gguf), n_ctx=scenario.max_model_len, n_threads=len(cores), n_threads_batch=len(cores), verbose=False
-    )
-    template = model.metadata["tokenizer.chat_template"]
-    document = {"provenance": {**provenance(), "llama_cpp": llama_cpp.__version__, "model": gguf.name, "cores": cores}}
-    records: list[Record] = []
-    answer_one(model, template, "Count from one to ten.", 8)
-    for chosen in scenario.prompts:
-        for number, message in enumerate(read_prompts(chosen.task, data / chosen.file, chosen.count)):
-            times_s = answer_one(model, template, message, scenario.max_tokens)
-            record = {"task": chosen.task, "prompt": number, "repeat": 0, "tokens": len(times_s)}
-            records.append({**record, "first_s": times_s[0], "elapsed_s": times_s[-1]})
-            print(records[-1], flush=True)
-    (HERE / "equal-llamacpp.json").write_text(json.dumps({**document, "records": records}) + "\n")
-
-
-def answer_one(model: Any, template: str, message: str, max_tokens: int) -> list[float]:
-    """When each token of the answer came, in seconds since the question."""
-    from llama_cpp.llama_chat_format import Jinja2ChatFormatter
-
-    formatter = Jinja2ChatFormatter(template, eos_token="<|im_end|>", bos_token="")
-    text = formatter(messages=[{"role": "user", "content": message}]).prompt
-    tokens = model.tokenize(text.encode(), add_bos=False, special=True)
-    model.reset()
-    begin_s, times_s = time.monotonic(), []
-    for token in model.generate(tokens, temp=0.0, repeat_penalty=1.0, reset=True):
-        times_s.append(time.monotonic() - begin_s)
-        if token == model.token_eos() or len(times_s) == max_tokens:
-            return times_s
-    return times_s
+    commands.add_parser("draw").set_defaults(run=lambda: FIGURE.write_text(picture()))
+    commands.add_parser("words").set_defaults(run=lambda: print(words()))
+    parser.parse_args().run()
 
 
 def lanes() -> dict[str, list[Record]]:
-    """The answers of each method under the name that README gives it, in README's order."""
-    records = read_results(HERE / "equal.jsonl").records
-    own = {title: [one for one in records if one["method"] == name] for name, title in NAMES.items()}
-    return {**own, LLAMACPP: json.loads((HERE / "equal-llamacpp.json").read_text())["records"]}
+    """The answers of each method."""
+    records = read_results(RESULT).records
+    return {name: [one for one in records if one["method"] == name] for name in NAMES}
 
 
 def picture() -> str:
     """Return README's bars: tokens per second over all prompts, with the spread of resampled prompts."""
-    rows = {title: (rate(own), *spread(own), first_s(own)) for title, own in lanes().items()}
+    rows = {name: (rate(own), *spread(own), first_s(own)) for name, own in lanes().items()}
     scale = BAR / max(high for _, _, high, _ in rows.values())
     height = TOP + ROW * len(rows) + 44
     lines = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" height="{height}"'
-        ' font-family="system-ui, -apple-system, Segoe UI, Helvetica, Arial, sans-serif" font-size="14">',
-        "<title>Tokens per second of seven ways to use the same two cores</title>",
+        ' font-family="system-ui, -apple-system, Segoe UI, Helvetica, Arial, sans-serif" font-size="15">',
+        "<title>Tokens per second of four ways to use the same two CPU cores</title>",
         f'<rect width="{WIDTH}" height="{height}" rx="8" fill="#ffffff"/>',
-        f'<text x="{LEFT}" y="26" fill="{DIM}">tokens per second</text>',
-        f'<text x="{WIDTH - MARGIN}" y="26" fill="{DIM}" text-anchor="end">first token after</text>',
+        f'<text x="{MARGIN}" y="26" fill="{INK}" font-weight="bold">Qwen2.5-Coder-1.5B (int8) on two CPU cores, one request at a '
+        "time</text>",
+        f'<text x="{LEFT}" y="50" fill="{DIM}">tokens per second</text>',
+        f'<text x="{WIDTH - MARGIN}" y="50" fill="{DIM}" text-anchor="end">first token after</text>',
     ]
-    for index, (title, (speed, low, high, first)) in enumerate(rows.items()):
+    for index, (name, (speed, low, high, first)) in enumerate(rows.items()):
         y = TOP + ROW * index
-        is_ours = title == NAMES[OWN]
-        color = OURS if is_ours else PEER if title in (NAMES[name] for name in PEERS) else GREY
-        weight = ' font-weight="bold"' if is_ours else ""
+        weight = ' font-weight="bold"' if name in (TEXT, OWN) else ""
         ends = LEFT + scale * low, LEFT + scale * high
         lines += [
-            f'<text x="{LEFT - 12}" y="{y + 19}" text-anchor="end" fill="{INK}"{weight}>{title}</text>',
-            f'<rect x="{LEFT}" y="{y + 3}" width="{scale * speed:.1f}" height="{ROW - 8}" rx="2" fill="{color}"/>',
-            f'<path d="M{ends[0]:.1f} {y + 14}H{ends[1]:.1f}M{ends[0]:.1f} {y + 10}v8M{ends[1]:.1f} {y + 10}v8"'
+            f'<text x="{LEFT - 12}" y="{y + 21}" text-anchor="end" fill="{INK}"{weight}>{NAMES[name]}</text>',
+            f'<rect x="{LEFT}" y="{y + 4}" width="{scale * speed:.1f}" height="{ROW - 10}" rx="2" fill="{COLORS[name]}"/>',
+            f'<path d="M{ends[0]:.1f} {y + 16}H{ends[1]:.1f}M{ends[0]:.1f} {y + 12}v8M{ends[1]:.1f} {y + 12}v8"'
             f' stroke="{INK}" stroke-width="1.4"/>',
-            f'<text x="{ends[1] + 10:.1f}" y="{y + 19}" fill="{INK}" font-weight="bold">{speed:.1f}</text>',
-            f'<text x="{WIDTH - MARGIN}" y="{y + 19}" fill="{INK}" text-anchor="end">{first:.1f} s</text>',
+            f'<text x="{ends[1] + 10:.1f}" y="{y + 21}" fill="{INK}" font-weight="bold">{speed:.1f}</text>',
+            f'<text x="{WIDTH - MARGIN}" y="{y + 21}" fill="{INK}" text-anchor="end">{first:.1f} s</text>',
         ]
     note = "From request to last token, over all prompts. Lines: 95 % of resamples of the prompts."
     return "\n".join([*lines, f'<text x="{MARGIN}" y="{height - 16}" fill="{DIM}">{note}</text>', "</svg>\n"])
@@ -137,17 +83,17 @@ def picture() -> str:
 def words() -> str:
     """Return README's sentences on these bars."""
     rows = lanes()
-    ours = rows[NAMES[OWN]]
-    over = {name: paired(ours, rows[NAMES[name]]) for name in NAMES if name != OWN}
-    best = max(PEERS, key=lambda name: rate(rows[NAMES[name]]))
-    parts = [
-        "Qwen2.5-Coder-1.5B in int8 with its 0.5B draft, greedy, at most 64 tokens, 24 prompts of four tasks twice, on two "
-        f"cores with AVX-512 and without AMX. SpecBranch as installed has {over['bare, both cores']} times the speed of vLLM "
-        f"alone on the same two cores, and {over[best]} times that of the best other method in vLLM, "
-        f"`{best.split(',')[0]}`. Against vLLM on one core, as where the draft's core is one that the target could not use, it "
-        f"has {over['bare']} times."
-    ]
-    return textwrap.fill(" ".join(parts), 124, break_long_words=False, break_on_hyphens=False)
+    tasks = {one["task"] for one in rows[OWN]}
+    num_prompts = len({(one["task"], one["prompt"]) for one in rows[OWN]})
+    over = {name: {other: paired(rows[name], rows[other]) for other in NAMES} for name in (TEXT, OWN)}
+    late = first_s(rows[OWN]) / first_s(rows[BARE])
+    parts = (
+        f"Qwen2.5-Coder-1.5B in int8, greedy, at most 64 tokens, {num_prompts} prompts of {len(tasks)} tasks, on two cores with "
+        f"AVX-512 and without AMX. With its 0.5B draft model SpecBranch has {over[OWN][BARE]} times the speed of vLLM alone on the "
+        f"same two cores, and {over[OWN][PEER]} times that of `suffix`, the best other method in vLLM; without a draft model "
+        f"{over[TEXT][BARE]} and {over[TEXT][PEER]} times. The first token comes after {late:.2f} times as long as with vLLM alone."
+    )
+    return textwrap.fill(parts, 124, break_long_words=False, break_on_hyphens=False)
 
 
 def paired(ours: Sequence[Record], other: Sequence[Record]) -> str:

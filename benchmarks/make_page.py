@@ -58,12 +58,11 @@ class Run:
 RUNS = (
     Run(
         "equal",
-        "Equal hardware: seven ways to use the same two cores, without AMX",
+        "Equal hardware: four ways to use the same two cores, without AMX",
         "What somebody with two cores would take. The target is an int8 checkpoint of `specbranch quantize`, the fastest type on "
-        "this CPU; `draft_model` has an int8 draft too. `budget` is as installed: the target on one core, the draft on the other, "
-        "with the gate. Six prompts of each task, twice. Three engines fit into memory, so each answers eight prompts before "
-        "the next. `bare` has one core, as where the draft's core is one that the target could not use. llama.cpp with a 4-bit file "
-        "on both cores is in [`equal-llamacpp.json`](../benchmarks/equal-llamacpp.json).",
+        "this CPU. `budget` is as `specbranch serve TARGET --draft DRAFT` runs it there: target and draft take turns on both cores, "
+        "with the gate. `text` is `specbranch serve TARGET`, without a draft model. Eight prompts of each task once, all methods in "
+        "turn prompt by prompt. Edits and turns are repeated traffic (`benchmarks/repeated.py`).",
         "img/equal.svg",
     ),
     Run(

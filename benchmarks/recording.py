@@ -21,7 +21,7 @@ CHARACTER, LINE = 7.25, 17  # pixels
 PANE, GAP, TOP, MARGIN = 410, 20, 62, 18
 MAX_S = 16.0  # of the picture; longer runs are shown faster, and it says so
 STILL_S = 4.0  # at the end
-LANES = {"without drafts": "vLLM alone, both cores", "with drafts": "with SpecBranch, one core each"}
+LANES = {"without drafts": "vLLM alone, both cores", "with drafts": "with SpecBranch, both cores"}
 INK, DIM, GREEN, PAPER, SHEET = "#d7dce2", "#8b949e", "#56d364", "#0d1117", "#161b22"
 
 Words = tuple[float, int, int, str, bool]  # seconds, line, column, text, whether it was drafted
