@@ -61,8 +61,8 @@ RUNS = (
         "Equal hardware: four ways to use the same two cores, without AMX",
         "What somebody with two cores would take. The target is an int8 checkpoint of `specbranch quantize`, the fastest type on "
         "this CPU. `budget` is as `specbranch serve TARGET --draft DRAFT` runs it there: target and draft take turns on both cores, "
-        "with the gate. `text` is `specbranch serve TARGET`, without a draft model. Eight prompts of each task once, all methods in "
-        "turn prompt by prompt. Edits and turns are repeated traffic (`benchmarks/repeated.py`).",
+        "with the gate. `text` is `specbranch serve TARGET`, without a draft model. Eight prompts of each task once; each engine "
+        "answers eight prompts before the next. Edits and turns are repeated traffic (`benchmarks/repeated.py`).",
         "img/equal.svg",
     ),
     Run(
