@@ -210,7 +210,7 @@ def _timed_kernel_rows() -> int:
     own = [Int8Product(weight.numpy(), scales.numpy(), None) for _ in range(count)]
     packed = [torch.ops.onednn.qlinear_prepack(weight.clone(), None) for _ in range(count)]
     threads = torch.get_num_threads()
-    for num_rows in (1, 2):  # every form must compile here, where a failure leaves oneDNN's
+    for num_rows in (1, 8):  # every form must compile here, where a failure leaves oneDNN's
         rows, residual = np.ones((num_rows, shape[1]), np.float32), np.zeros((num_rows, shape[0]), np.float32)
         own[0](rows, residual, threads)
         own[0].after_norm(rows, rows[0], 1e-6, threads)
