@@ -43,11 +43,12 @@ METHODS: dict[str, tuple[str, dict[str, Any]]] = {
 class Target:
     """A target with a client: what it was told, what it verifies, and how often it did so without asking."""
 
-    def __init__(self, pair: Pair, rule: str, chance: RandomSource, lengths: tuple[int, int]) -> None:
+    def __init__(self, pair: Pair, rule: str, chance: RandomSource, lengths: tuple[int, int], loses: bool) -> None:
         self._model, self._draft = pair
         self._rule = rule
         self._chance = chance
         self._lengths = lengths  # that are allowed
+        self._loses = loses  # whether a message may be lost
         self.counts: Counter[str] = Counter()
 
     def decode(self, session: Session) -> None:
@@ -63,12 +64,12 @@ class Target:
             submission = self._next(session, known.get(tuple(tokens)))
 
     def _last_message(self, session: Session) -> Messages:
-        """What was told when the verdict comes: the message after the first draft step, or the one after the second."""
-        messages = []
+        """What was told when the verdict comes: the message after the first or the second draft step, or nothing."""
+        messages: list[Messages] = [{}] if self._loses else []
         for _ in range(2):
             self._draft_step(session)
             messages.append(_told(session))
-        return messages[self._chance.pick([1, 1])]
+        return messages[self._chance.pick([1] * len(messages))]
 
     def _next(self, session: Session, told: Submission | None) -> Submission:
         self.counts["asked" if told is None else "told ahead"] += 1
@@ -146,8 +147,9 @@ def emitted(
         session = Session(PROMPT, planner_of(*method), GreedyPicker(), _costs(), ending)
         if rule == "serve":
             session.set_sampling(RequestSampling(1.0))
+        is_budget = method[0] == "budget"
         # The others seldom submit more than one token here, so that one is to be cut.
-        target = Target(pair, rule, chance, (1, GAMMA) if method[0] == "budget" else (0, GAMMA))
+        target = Target(pair, rule, chance, (1, GAMMA) if is_budget else (0, GAMMA), is_budget)
         target.decode(session)
         counts.update(target.counts)
         return tuple(session.output)

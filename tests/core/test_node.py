@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from specbranch.core.calibration import Calibration
+from specbranch.core.calibration import Calibration, Grounds
 from specbranch.core.costs import PairModel
 from specbranch.core.distribution import Distribution, RequestSampling, inverse_cdf, seeded_uniform
 from specbranch.core.node import GreedyPicker, Node, RejectionPicker, WithoutReplacementPicker, rejection_picker
@@ -12,6 +12,7 @@ from specbranch.core.session import Session
 from specbranch.core.tree import Tree
 from tests.toys import planner_of, stream
 
+GROUNDS = Grounds.of("text", 3, 1.0)
 LIKELY = Distribution((1, 2, 3), (0.5, 0.3, 0.2), 1.0)
 SURE = Distribution((1, 2), (0.999, 0.001), 0.01)
 NOTHING = Distribution((), (), 0.0)
@@ -123,8 +124,8 @@ def test_beside_a_drawn_token_the_others_share_what_it_leaves() -> None:
 def test_a_guess_that_is_drawn_after_all_was_drawn() -> None:
     calibration = Calibration()
     tree = Tree([0], RejectionPicker(lambda one: one, lambda node, probs: 0, calibration), calibration)
-    guess = tree.add_guess(tree.root, 1, ("text", 3))
-    tree.add_guess(tree.root, 9, ("text", 2))
+    guess = tree.add_guess(tree.root, 1, GROUNDS)
+    tree.add_guess(tree.root, 9, GROUNDS)
     tree.set_distribution(tree.root, LIKELY)
 
     assert tree.children(tree.root, 1) == [guess] and guess.sampled_from == LIKELY
@@ -133,7 +134,7 @@ def test_a_guess_that_is_drawn_after_all_was_drawn() -> None:
 def test_a_guess_under_verification_stays_certain() -> None:
     calibration = Calibration()
     tree = Tree([0], RejectionPicker(lambda one: one, lambda node, probs: 0, calibration), calibration)
-    guess = tree.add_guess(tree.root, 1, ("text", 3))
+    guess = tree.add_guess(tree.root, 1, GROUNDS)
     tree.submit([guess])
     tree.set_distribution(tree.root, LIKELY)
 
@@ -142,7 +143,7 @@ def test_a_guess_under_verification_stays_certain() -> None:
 
 def test_a_distribution_without_tokens_leaves_guesses_alone() -> None:
     tree = Tree([0], GreedyPicker())
-    guess = tree.add_guess(tree.root, 1, ("text", 3))
+    guess = tree.add_guess(tree.root, 1, GROUNDS)
     tree.set_distribution(tree.root, NOTHING)
 
     assert tree.children(tree.root, 2) == [guess]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from specbranch.core.calibration import Calibration
+from specbranch.core.calibration import Calibration, Grounds
 from specbranch.core.costs import PairModel
 from specbranch.core.distribution import Distribution, RequestSampling
 from specbranch.core.node import GreedyPicker
@@ -193,7 +193,7 @@ def answer(session: Session, tokens: list[int]) -> None:
 
 def chances(calibration: Calibration) -> list[float]:
     """What was learned."""
-    guessed = [calibration.guess_accept_prob((source, 3)) for source in ("text", "memory")]
+    guessed = [calibration.guess_accept_prob(Grounds.of(source, 3, 1.0)) for source in ("text", "memory")]
     return [
         calibration.top1_accept_prob(LIKELY),
         calibration.accept_prob(LIKELY, 2),
@@ -219,7 +219,7 @@ def test_other_sequences_are_remembered_and_learned_from() -> None:
     costs = PairModel()
     answer(session_of(costs), ANSWER)
 
-    assert costs.history.continuation(ANSWER[:3], 9) == (ANSWER[3:], 3)
+    assert [(match.length, match.position) for match in costs.history.matches(ANSWER[:3])] == [(3, 3)]
     assert chances(costs.calibration) != chances(Calibration())
 
 
@@ -232,7 +232,7 @@ def test_a_sequence_that_is_secluded_later_leaves_what_it_taught_before() -> Non
     session.seclude()  # it is said with every verdict
     answer(session, [1, 2, 3])
 
-    assert costs.history.num_tokens == len(ANSWER)
+    assert costs.history.num_tokens == len(ANSWER) - 1
     assert chances(costs.calibration) == learned
 
 

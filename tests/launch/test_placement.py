@@ -7,6 +7,8 @@ from functools import partial
 import pytest
 
 from specbranch.errors import FlagError
+from specbranch.launch import placement
+from specbranch.launch.draft_process import DraftServiceOptions, place_pair
 from specbranch.launch.placement import (
     HOST_CPU,
     CoreSplit,
@@ -42,6 +44,35 @@ def test_cores_that_were_asked_for_stand_and_the_other_side_gets_the_rest() -> N
     assert both(range(4), draft=[1]) == CoreSplit((0, 2, 3), (1,))
     assert both(range(2), target=[0, 1]) == CoreSplit((0, 1), (0, 1))
     assert both(range(2), target=[0, 1], draft=[1]) == CoreSplit((0, 1), (1,))
+
+
+def test_on_one_cpu_target_and_draft_take_turns_without_a_gate_unless_their_cores_are_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(placement, "target_on_cpu", lambda: True)
+    monkeypatch.setattr(placement, "usable_cores", lambda: [0, 1, 2])
+    monkeypatch.setattr(placement.os, "sched_getaffinity", lambda _: {0, 1, 2})
+    ask = partial(place_pair, DraftServiceOptions("small", engine="torch"), ParallelLayout(executor="uni"))
+    section = {"planner": "budget", "settings": {"max_rows": 4}}
+
+    pair = ask(may_take_turns=True)
+    assert pair.takes_turns and pair.draft
+    assert pair.target_cores == pair.draft.cores == (0, 1, 2)
+    asked = pair.with_turns(section)
+    assert asked["settings"] == {"max_rows": 4, "takes_turns": True}
+    assert asked["is_gated"] is False and asked["deadline_ms"] > 100
+    assert (
+        pair.with_turns({**section, "is_gated": True, "deadline_ms": 7.0}).items()
+        >= {
+            "is_gated": True,
+            "deadline_ms": 7.0,
+        }.items()
+    )
+
+    for apart in (ask(), ask(target_cores="0", may_take_turns=True), ask(draft_cores="2", may_take_turns=True)):
+        assert not apart.takes_turns and apart.draft and apart.draft.cores and apart.target_cores
+        assert not {*apart.draft.cores} & {*apart.target_cores}
+        assert apart.with_turns(section) == section
 
 
 def test_beside_a_gpu_only_the_side_on_the_cpu_has_cores() -> None:

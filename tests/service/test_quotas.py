@@ -271,7 +271,7 @@ def test_texts_that_never_go_on_leave_nothing_behind() -> None:
     bench.work()
 
     costs = bench.handler.lookup.tenants.costs(b"ours")
-    assert not costs.history._answers
+    assert not costs.history.num_tokens
 
 
 def test_a_client_cannot_make_up_tenants() -> None:

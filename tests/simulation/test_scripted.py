@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import run_state_machine_as_test
 
+from specbranch.core.calibration import TEXT, Grounds
 from specbranch.core.costs import PairModel, StepCost
 from specbranch.core.distribution import Dense, distribution_of
 from specbranch.core.node import GreedyPicker, WithoutReplacementPicker
@@ -213,8 +214,11 @@ def test_what_is_guessed_behind_a_node_runs_in_the_same_step_in_one_row() -> Non
     session = Session([0, 1], planner_of("pearl", {"gamma": 4}), GreedyPicker(), PairModel())
     session.propose()
     tree = session.tree
-    first = tree.add_guess(tree.root, 3, ("test", 3))
-    second, other = tree.add_guess(first, 4, ("test", 3)), tree.add_guess(first, 2, ("test", 3))
+    first = tree.add_guess(tree.root, 3, Grounds.of(TEXT, 3, 1.0))
+    second, other = (
+        tree.add_guess(first, 4, Grounds.of(TEXT, 3, 1.0)),
+        tree.add_guess(first, 2, Grounds.of(TEXT, 3, 1.0)),
+    )
     feeds = tree_cache.rows_for(session.tokens, tree, (tree.root, first, second, other))
     distributions = engine.run([feed.row for feed in feeds])
 
@@ -224,7 +228,10 @@ def test_what_is_guessed_behind_a_node_runs_in_the_same_step_in_one_row() -> Non
 
     for node, distribution in zip((tree.root, first, second), distributions, strict=True):
         session.add_distribution(node, distribution)
-    third, beside = tree.add_guess(second, 1, ("test", 3)), tree.add_guess(other, 1, ("test", 3))
+    third, beside = (
+        tree.add_guess(second, 1, Grounds.of(TEXT, 3, 1.0)),
+        tree.add_guess(other, 1, Grounds.of(TEXT, 3, 1.0)),
+    )
     feeds = tree_cache.rows_for(session.tokens, tree, (third, other, beside))
     distributions = engine.run([feed.row for feed in feeds])
 
@@ -238,7 +245,7 @@ def test_what_is_guessed_waits_while_a_long_text_is_read() -> None:
     tree_cache = TreeCache(engine)
     session = Session([0, 1, 2], planner_of("pearl", {"gamma": 4}), GreedyPicker(), PairModel())
     session.propose()
-    guess = session.tree.add_guess(session.tree.root, 3, ("test", 3))
+    guess = session.tree.add_guess(session.tree.root, 3, Grounds.of(TEXT, 3, 1.0))
     feeds = []
     for _ in range(2):
         feeds += tree_cache.rows_for(session.tokens, session.tree, (session.tree.root, guess), 2)

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from specbranch.core.ngram import OutputHistory, PastOutput
 from specbranch.core.round import Verdict
 from specbranch.core.session import Session
 from specbranch.core.tree import Tree
@@ -99,15 +98,6 @@ def keep_prefixes(patch: Patch) -> None:
     patch.setattr(PrefixIndex, "remove", lambda self, holder: None)
 
 
-def keep_empty_answers(patch: Patch) -> None:
-    def begin(self: OutputHistory) -> PastOutput:
-        answer = PastOutput()
-        self._answers.append(answer)
-        return answer
-
-    patch.setattr(OutputHistory, "begin", begin)
-
-
 def never_take_what_has_grown(patch: Patch) -> None:
     patch.setattr(RequestHandler, "_take_grown", lambda self: None)
 
@@ -185,7 +175,6 @@ MUTATIONS: list[tuple[Rule, Mutation]] = [
     ("memory", never_evict),
     ("memory", never_close),
     ("memory", keep_prefixes),
-    ("memory", keep_empty_answers),
     ("memory", never_take_what_has_grown),
     ("counters", never_retract),
     ("counters", retire_twice),

@@ -12,18 +12,42 @@ from __future__ import annotations
 
 import copy
 import math
+from bisect import bisect_right
 from itertools import islice
+from typing import NamedTuple
 
 from specbranch.core.distribution import Distribution
 
 _RATE = 0.2  # learning rate of a line
 _RANKS = 8  # further ranks use the correction of the last one
 _PRIOR = 4.0  # weight of the assumption before any verdict, in observations
-_TRUST_PRIOR = 2.0  # the same for what one sequence shows of its guesses
+_GUESS_PRIOR = 20.0  # weight of the assumption about guesses before any was observed, in observations
+_TRUST_PRIOR = 8.0  # the same for what one sequence shows of its guesses
 _MIN_DOUBT = 1e-4  # confidence is limited to values this far from 0 and from 1
 _KEPT_PRIOR = 0.5, 1.2  # initial slope and shift: at a confidence of 0.56, 0.79 of the sampled tokens are accepted
 
-Grounds = tuple[str, int]  # of a guess: its source, and the length of the matched context in tokens
+TEXT = "text"  # a source of guesses: the sequence itself
+MEMORY = "memory"  # another one: past answers of the same target
+# Guesses are judged together by the length of their match and by their share of the votes, in these classes.
+LENGTHS = (1, 2, 3, 4, 5, 6, 9, 16)  # where the classes of lengths begin
+SHARES = (0.0, 0.35, 0.6, 0.95)  # the same of shares
+# How often guesses are right before any was observed: a logistic function, fitted by studies/07-guesses/fit.py. By
+# source the constant and the factor of the logarithm of the length; by class of the share what is added.
+_GUESS_LINES = {TEXT: (-1.53, 0.98), MEMORY: (-2.29, 0.65)}
+_GUESS_SHARES = (0.0, 0.09, 1.04, 1.69)
+
+
+class Grounds(NamedTuple):
+    """What a guess rests on: its source, and the classes of its match's length and of its share of the votes."""
+
+    source: str
+    length: int
+    share: int
+
+    @classmethod
+    def of(cls, source: str, length: int, share: float) -> Grounds:
+        """Return the grounds of a guess from `source`: `length` tokens matched, and it has this share of the votes."""
+        return cls(source, bisect_right(LENGTHS, length) - 1, bisect_right(SHARES, share) - 1)
 
 
 class _LogisticFit:
@@ -146,15 +170,11 @@ class Calibration:
             self._others_of_drawn.observe(distribution, token, drawn)
 
     def guess_accept_prob(self, grounds: Grounds) -> float:
-        """Return the probability that an n-gram guess is right; `grounds`: its source and matched context length."""
+        """Return the probability that an n-gram guess with these grounds is right."""
         found = self._guess_probs.get(grounds)
         if found is None:
-            source, length = grounds
-            found = 0.5
-            # What is known of shorter matches is the assumption for longer ones.
-            for shorter in range(1, length + 1):
-                seen, right = self._guesses.get((source, shorter), (0.0, 0.0))
-                found = (right + _PRIOR * found) / (seen + _PRIOR)
+            seen, right = self._guesses.get(grounds, (0.0, 0.0))
+            found = (right + _GUESS_PRIOR * prior_guess_prob(grounds)) / (seen + _GUESS_PRIOR)
             self._guess_probs[grounds] = found
         return found
 
@@ -167,10 +187,10 @@ class Calibration:
         return twin
 
     def observe_guess(self, grounds: Grounds, is_right: bool) -> None:
-        """Count an n-gram guess as right or wrong for its `grounds`: its source and matched context length."""
+        """Count an n-gram guess as right or wrong for its `grounds`."""
         seen, right = self._guesses.get(grounds, (0.0, 0.0))
         self._guesses[grounds] = (seen * self._keep + 1, right * self._keep + is_right)
-        self._guess_probs.clear()
+        self._guess_probs.pop(grounds, None)
 
 
 class GuessTrust:
@@ -193,6 +213,13 @@ class GuessTrust:
         """Count a guess as right or wrong; `prob` is the probability of such guesses in all sequences."""
         right, expected = self._counts.get(grounds[0], (0.0, 0.0))
         self._counts[grounds[0]] = right + is_right, expected + prob
+
+
+def prior_guess_prob(grounds: Grounds) -> float:
+    """Return the probability that an n-gram guess is right, for a target of which nothing is known."""
+    constant, factor = _GUESS_LINES[grounds.source]
+    log_odds = constant + factor * math.log(LENGTHS[grounds.length]) + _GUESS_SHARES[grounds.share]
+    return 1 / (1 + math.exp(-log_odds))
 
 
 def _log_odds(distribution: Distribution) -> float:

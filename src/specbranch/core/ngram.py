@@ -6,43 +6,51 @@ in one step, which confirm the guesses or not; or the target verifies the guesse
 wastes time.
 
 Guesses from the sequence itself need no model. They help where text is copied: in summaries, in answers about a given
-text, in edits of code.
+text, in edits of code. Past answers are kept too, because repeated questions, agents in loops and edits of one file
+repeat most of an answer. Their number of tokens is limited. The service keeps a separate history for each namespace, so
+guesses never come from another namespace.
 
-Past answers are kept too, because repeated questions, agents in loops and edits of one file repeat most of an answer.
-Their number of tokens is limited: the oldest answers are evicted first, but answers in which a context was found stay
-longer. The service keeps a separate history for each namespace, so guesses never come from another namespace.
+All positions where the end of the sequence occurred before vote for the token that followed there. A vote counts eight
+times as much for each further token that matches, so a longer match outvotes shorter ones unless these are many. How
+often a guess is right is learned by the length of its match and by its share of the votes (`core/calibration.py`).
 """
 
 from __future__ import annotations
 
 from array import array
-from collections import deque
-from collections.abc import Collection, Sequence
+from bisect import bisect_right
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from operator import itemgetter
+from typing import NamedTuple
 
 import numpy as np
 
-from specbranch.core.calibration import Grounds
+from specbranch.core.calibration import MEMORY, TEXT, Grounds
 from specbranch.core.node import Node
 from specbranch.core.tree import Tree
 
-TEXT = "text"  # the sequence's own repetitions
-MEMORY = "memory"  # past answers of the same target
 SOURCES = (TEXT, MEMORY)
+MAX_MATCH = 16  # tokens of a context that are compared: longer matches are better
 
-Guess = list[tuple[int, Grounds]]  # consecutive tokens, each with its grounds
-MIN_MATCH, MAX_MATCH = 2, 16  # tokens of a context that must match, and that are compared: longer matches are better
+_LENGTHS = (3, 2, 1)  # tokens by which positions are found; fewer only if more find nothing
+_MAX_MATCHES = 16  # positions that vote: the newest ones
+_MAX_STEPS = 64  # positions of the same place in the table that are looked at
+_VOTES = tuple(8.0**length for length in range(MAX_MATCH + 1))  # what a vote counts, by the number of tokens that match
+_MAX_ALONE = 64  # tokens that the last remaining position gives
 _MAX_NEWEST = 2048  # tokens to index right before a guess; an answer to the target may wait for this
-# Guesses are judged together by the length of their match: each class begins at one of these lengths.
-_CLASSES = (2, 3, 4, 5, 6, 9, 16)
-_CLASS_OF = tuple(max((first for first in _CLASSES if first <= length), default=2) for length in range(MAX_MATCH + 1))
-# Positions are found by the three tokens before them, for longer matches too, or else by the two before them.
-_CHAINED = ((3, MAX_MATCH), (MIN_MATCH, MIN_MATCH))
-_MAX_CANDIDATES = 32  # positions to compare with a context
 _MAX_LOAD = 4  # positions for each entry of the table of hashes
 _MIN_VECTORISED = 64  # new positions from which NumPy is faster than a loop
 _HASH_BITS, _MASK, _MIXER = 32, 0xFFFFFFFF, 0x9E3779B1
-_CAPACITY = 1 << 17  # tokens of all targets together; about 400 bytes each
-LENGTHS = (5, 4, 3)  # contexts in past answers that are indexed; a shorter match means little there
+_CAPACITY = 1 << 20  # tokens in the histories of all targets together; some 40 bytes each
+_GENERATION = 1 << 16  # tokens of past answers that one index holds
+
+
+class Match(NamedTuple):
+    """A position in a list of tokens, and how many tokens before it equal the end of the context."""
+
+    length: int
+    position: int
+    tokens: Sequence[int]
 
 
 class NgramDrafter:
@@ -53,14 +61,18 @@ class NgramDrafter:
     """
 
     def __init__(self, tokens: list[int], history: OutputHistory, answer: PastOutput | None = None) -> None:
-        self._index = NgramIndex(tokens)
         self._tokens = tokens
         self._history = history
         self._answer = answer
+        self._index = NgramIndex()
+        self._num_indexed = 1  # the first token has none before it
 
-    def index_new_tokens(self) -> None:
-        """Add tokens of the sequence that are not indexed yet to the index, at most 8192 in each call."""
-        self._index.index_new_tokens()
+    def index_new_tokens(self, max_tokens: int = 8192) -> None:
+        """Index tokens of the sequence that are not indexed yet, at most `max_tokens` in each call."""
+        end = min(len(self._tokens), self._num_indexed + max_tokens)
+        if end > self._num_indexed:
+            self._index.add(self._tokens, self._num_indexed, end)
+            self._num_indexed = end
 
     def extend(
         self, tree: Tree, tip: Node, count: int, min_prob: float, sources: Collection[str] = SOURCES
@@ -68,181 +80,221 @@ class NgramDrafter:
         """Add at most `count` guessed nodes as a chain below `tip`, and return these nodes.
 
         Return none if the draft model has computed the distribution after `tip`. The chain ends before a guess that the
-        target reaches from the root with a probability below `min_prob`. `sources`: where guesses may come from,
-        `TEXT`, `MEMORY` or both.
+        target reaches from the root with a probability below `min_prob`; that guess is added too, to learn how often
+        such guesses are right, but not returned. `sources`: where guesses may come from, `TEXT`, `MEMORY` or both.
         """
-        if TEXT in sources and self._index.num_indexed < len(self._tokens):
-            self._index.index_new_tokens(_MAX_NEWEST)
+        if TEXT in sources and self._num_indexed < len(self._tokens):
+            self.index_new_tokens(_MAX_NEWEST)
         chain: list[Node] = []
-        guess: Guess = []
-        while len(chain) < count and tip.distribution is None:
-            if not guess:
-                guess = self._best_guess(tree, tip, count - len(chain), sources)
-            if not guess:
-                break
-            token, grounds = guess.pop(0)
-            if tree.path_prob(tip) * tree.trust.accept_prob(grounds, tree.calibration) < min_prob:
-                break
-            tip = tree.add_guess(tip, token, grounds)
-            chain.append(tip)
+        num_before = -1
+        while (
+            tip.distribution is None and num_before < len(chain) < count
+        ):  # a chain whose matches have ended may match something else now
+            num_before = len(chain)
+            for token, grounds in self._guesses(tip, sources):
+                if len(chain) == count or tip.distribution is not None:
+                    return chain
+                guess = tree.add_guess(tip, token, grounds)
+                if tree.path_prob(guess) < min_prob:
+                    return chain
+                chain.append(guess)
+                tip = guess
         return chain
 
-    def _best_guess(self, tree: Tree, tip: Node, count: int, sources: Collection[str]) -> Guess:
-        """Return a guess of at most `count` tokens after `tip`; an empty list if no source has one.
+    def _guesses(self, tip: Node, sources: Collection[str]) -> Iterator[tuple[int, Grounds]]:
+        """Yield the tokens that may follow `tip`, one after another, each with its grounds.
 
-        If several sources have a guess, take that of the source that was right most often, each source judged by its
-        past guesses with the same matched context length.
+        At each token only the positions go on that have voted for it.
         """
         tail = tip.path(max_len=MAX_MATCH)
-        found: list[tuple[str, Sequence[int], int]] = []
+        context = [*self._tokens[-MAX_MATCH:], *tail][-MAX_MATCH:]
+        matches: list[_Voter] = []
         if TEXT in sources:
-            found.append((TEXT, *self._index.continuation(tail, count)))
+            matches += [(*match, TEXT) for match in self._index.matches(context)]
         if MEMORY in sources:
-            end = [*self._tokens[-MAX_MATCH:], *tail][-MAX_MATCH:]
-            found.append((MEMORY, *self._history.continuation(end, count, other_than=self._answer)))
-        best: Guess = []
-        best_prob = 0.0
-        for source, tokens, num_agreed in found:
-            if (
-                tokens
-                and (prob := tree.trust.accept_prob((source, _CLASS_OF[num_agreed]), tree.calibration)) > best_prob
-            ):
-                # A guessed token that comes true makes the matched context of the next one longer.
-                lengths = (min(num_agreed + index, MAX_MATCH) for index in range(len(tokens)))
-                best = [(token, (source, _CLASS_OF[length])) for token, length in zip(tokens, lengths, strict=True)]
-                best_prob = prob
-        return best
+            own = self._answer.tokens if self._answer is not None else None
+            matches += [(*match, MEMORY) for match in self._history.matches(context, own)]
+        matches.sort(key=_LENGTH, reverse=True)
+        while len(matches) > 1:
+            winner, share, matches = _vote(matches)
+            if not matches:
+                return
+            yield winner, Grounds.of(matches[0][3], matches[0][0] - 1, share)
+        for length, position, tokens, source in matches:
+            for index, token in enumerate(tokens[position : position + _MAX_ALONE]):
+                yield token, Grounds.of(source, length + index, 1.0)
+
+
+_Voter = tuple[int, int, Sequence[int], str]  # a match, and its source
+_LENGTH = itemgetter(0)
+
+
+def _vote(matches: Sequence[_Voter]) -> tuple[int, float, list[_Voter]]:
+    """Return the token with the most votes, its share of the votes, and the matches that voted for it, one token on.
+
+    The first match has the longest context. There are no such matches if all are at the end of their lists.
+    """
+    votes: dict[int, float] = {}
+    for length, position, tokens, _ in matches:
+        if position < len(tokens):
+            token = tokens[position]
+            votes[token] = votes.get(token, 0.0) + _VOTES[min(length, MAX_MATCH)]
+    if not votes:
+        return 0, 0.0, []
+    winner = max(votes, key=votes.__getitem__) if len(votes) > 1 else token
+    agreeing = [
+        (length + 1, position + 1, tokens, source)
+        for length, position, tokens, source in matches
+        if position < len(tokens) and tokens[position] == winner
+    ]
+    return winner, votes[winner] / sum(votes.values()), agreeing
 
 
 class NgramIndex:
-    """Finds where the last few tokens of a sequence occurred before in it.
+    """Finds where the last tokens of a context occurred in lists of tokens, which may only grow.
 
-    `tokens` is a list that only grows; `index_new_tokens` indexes a bounded number of its tokens per call. A lookup
-    compares the context with the newest 32 positions after the same three tokens; if none match, it looks for the last
-    two tokens. Memory: about 12 to 16 bytes for each token.
+    Memory: 24 bytes for each token and 3 to 24 for the tables, besides the lists. One thread may look up while another adds tokens.
     """
 
-    def __init__(self, tokens: list[int]) -> None:
-        self.num_indexed = 1
-        self._tokens = tokens
-        self._chains = [_PositionChains(length, longest) for length, longest in _CHAINED]
+    def __init__(self) -> None:
+        self._chains = [_HashChains() for _ in _LENGTHS]
+        # Positions of all lists are numbered in the order in which they were added. A segment is a part of a list; its
+        # shift is the difference between the numbers and the positions in the list.
+        self._starts: list[int] = []
+        self._segments: list[tuple[Sequence[int], int]] = []
 
-    def index_new_tokens(self, max_tokens: int = 8192) -> None:
-        """Index the new tokens of the sequence, at most `max_tokens`; a very long prompt takes several calls."""
-        end = min(len(self._tokens), self.num_indexed + max_tokens)
-        if end > self.num_indexed:
-            for chains in self._chains:
-                chains.extend(self._tokens, end)
-            self.num_indexed = end
+    @property
+    def num_positions(self) -> int:
+        """Number of indexed positions."""
+        return len(self._chains[0]) - 1
 
-    def continuation(self, tail: Sequence[int], count: int) -> tuple[list[int], int]:
-        """Return the tokens after the last earlier occurrence of the context, and how many tokens of it matched.
+    def add(self, tokens: Sequence[int], begin: int, end: int) -> None:
+        """Index the positions of `tokens` from `begin` to `end`, without it; `begin` must be at least 1."""
+        shift = len(self._chains[0]) - begin
+        if not self._segments or self._segments[-1][0] is not tokens or self._segments[-1][1] != shift:
+            self._segments.append((tokens, shift))
+            self._starts.append(begin + shift)
+        is_many = end - begin >= _MIN_VECTORISED
+        for length, chains in zip(_LENGTHS, self._chains, strict=True):
+            if is_many:
+                chains.append_all(_hashes(tokens, begin, end, length))
+            else:
+                chains.append([_hash(tokens[max(position - length, 0) : position]) for position in range(begin, end)])
 
-        The context is the end of the sequence and then `tail`; its longest indexed match is used. Return at most
-        `count` tokens; an empty list and 0 if nothing matches.
+    def matches(self, context: Sequence[int], other_than: Sequence[int] | None = None) -> list[Match]:
+        """Return the newest positions after the end of `context`, at most 16, newest first.
+
+        At least three tokens match; if no such position is found, two, or else one. Positions in the list `other_than`
+        are left out.
         """
-        context = [*self._tokens[-MAX_MATCH:], *tail][-MAX_MATCH:]
-        for chains in self._chains:
-            position, length = chains.find(self._tokens, context)
-            if length:
-                return self._tokens[position : position + count], length
-        return [], 0
+        for length, chains in zip(_LENGTHS, self._chains, strict=True):
+            if length > len(context):
+                continue
+            found: list[Match] = []
+            for number in chains.find(_hash(context[-length:])):
+                tokens, shift = self._segments[bisect_right(self._starts, number) - 1]
+                num_equal = _num_equal(tokens, number - shift, context)
+                if num_equal >= length and tokens is not other_than:
+                    found.append(Match(num_equal, number - shift, tokens))
+            if found:
+                return found
+        return []
 
 
-class _PositionChains:
-    """The positions of a sequence, chained by a hash of the `length` tokens before each, the newest position first.
+class _HashChains:
+    """Numbers from 1 on, each with a hash, chained so that the newest numbers with a given hash are found at once."""
 
-    Matches of `length` to `longest` tokens are found. Contexts with the same hash share a chain, which costs time and
-    gives no wrong match, because the tokens are compared too.
-    """
+    def __init__(self) -> None:
+        self._hashes = array("I", [0])  # by number
+        self._previous = array("i", [0])  # by number, the next older one at the same place of the table
+        # How far a hash is shifted to its place, and the newest number at each place, where 0 is none. They are
+        # replaced together, because another thread may be reading.
+        self._table = _HASH_BITS, array("i", [0])
 
-    def __init__(self, length: int, longest: int) -> None:
-        self._length, self._longest = length, longest
-        self._shift = _HASH_BITS
-        self._newest = array("i", [0])  # by hash, the newest position; 0 is none, since no tokens come before it
-        self._previous = array("i", [0])  # by position, the next older one of the same hash
+    def __len__(self) -> int:
+        """Return the next number."""
+        return len(self._hashes)
 
-    def extend(self, tokens: Sequence[int], end: int) -> None:
-        """Add the positions up to `end`, without it, that are not in the chains yet."""
-        if end > _MAX_LOAD * len(self._newest):
-            self._clear(end)
-        begin = len(self._previous)
-        if end - begin >= _MIN_VECTORISED:
-            self._add_many(tokens, begin, end)
-            return
-        newest, previous, length = self._newest, self._previous, self._length
-        for position in range(begin, end):
-            older = 0
-            if position >= length:
-                place = self._hash(tokens[position - length : position])
-                older, newest[place] = newest[place], position
-            previous.append(older)
+    def append(self, hashes: Iterable[int]) -> None:
+        """Add the next numbers with these hashes, one after another."""
+        shift, newest = self._table
+        for one in hashes:
+            place = one >> shift
+            number = len(self._hashes)
+            self._previous.append(newest[place])
+            self._hashes.append(one)
+            newest[place] = number  # at last: another thread may be reading
+        if len(self._hashes) > _MAX_LOAD * len(newest):
+            self._rebuild()
 
-    def find(self, tokens: Sequence[int], context: Sequence[int]) -> tuple[int, int]:
-        """Return the position after the longest match of the end of `context`, and the match's length.
+    def append_all(self, hashes: np.ndarray[tuple[int], np.dtype[np.uint32]]) -> None:
+        """Add the next numbers with these hashes, all together."""
+        begin = len(self._hashes)
+        self._previous.frombytes(bytes(4 * len(hashes)))
+        self._hashes.frombytes(hashes.tobytes())
+        if len(self._hashes) > _MAX_LOAD * len(self._table[1]):
+            self._rebuild()
+        else:
+            self._chain(begin, *self._table)
 
-        Of equally long matches the newest is returned; (0, 0) if there is none.
-        """
-        best = self._length - 1
-        if len(context) <= best:
-            return 0, 0
-        mixed = 0
-        for token in context[-self._length :]:  # as in `_hash`; a call would cost as much again
-            mixed = (mixed + token) * _MIXER & _MASK
-        position = self._newest[mixed >> self._shift]
-        if position <= best:
-            return 0, 0
-        best_position = 0
-        context = context[-self._longest :]
-        longest, previous, wanted = len(context), self._previous, context[-self._length]
-        for _ in range(_MAX_CANDIDATES):
-            if position <= best:  # too few tokens come before it
+    def find(self, hash: int) -> list[int]:
+        """Return the newest numbers with this hash, at most 16, newest first."""
+        shift, newest = self._table
+        hashes, previous = self._hashes, self._previous
+        found: list[int] = []
+        number = newest[hash >> shift]
+        for _ in range(_MAX_STEPS):
+            if not number or len(found) == _MAX_MATCHES:
                 break
-            # This one token shows of most candidates that they are no better.
-            if tokens[position - best - 1] == wanted and (length := _num_equal(tokens, position, context)) > best:
-                best, best_position = length, position
-                if length == longest:
-                    break
-                wanted = context[-best - 1]
-            position = previous[position]
-        return (best_position, best) if best_position else (0, 0)
+            if hashes[number] == hash:
+                found.append(number)
+            number = previous[number]
+        return found
 
-    def _hash(self, context: Sequence[int]) -> int:
-        mixed = 0
-        for token in context:
-            mixed = (mixed + token) * _MIXER & _MASK
-        return mixed >> self._shift
+    def _rebuild(self) -> None:
+        """Replace the table by one with more places than there are numbers."""
+        bits = len(self._hashes).bit_length()
+        table = _HASH_BITS - bits, array("i", bytes(4 << bits))
+        self._chain(1, *table)
+        self._table = table
 
-    def _clear(self, num_positions: int) -> None:
-        """Remove all positions, and replace the table of hashes by one for at least twice `num_positions` positions."""
-        bits = (num_positions - 1).bit_length() - 1
-        self._shift = _HASH_BITS - bits
-        self._newest = array("i", bytes(4 << bits))
-        self._previous = array("i", [0])
-
-    def _add_many(self, tokens: Sequence[int], begin: int, end: int) -> None:
-        """Add the positions from `begin` to `end`, without it, by sorting their hashes."""
-        length = self._length
-        first = max(begin, length)
-        self._previous.extend([0] * (first - begin))
-        window = np.array(array("i", tokens[first - length : end - 1])).view(np.uint32)
-        num = end - first
-        mixed = np.zeros(num, dtype=np.uint32)
-        for index in range(length):
-            mixed += window[index : index + num]
-            mixed *= np.uint32(_MIXER)
-        # One number holds hash and position, so a plain sort keeps the order of positions with the same hash.
-        keys = (mixed >> np.uint32(self._shift)).astype(np.int64) << _HASH_BITS
-        keys += np.arange(first, end)
+    def _chain(self, begin: int, shift: int, newest: array[int]) -> None:
+        """Enter the numbers from `begin` on into a table, by sorting their places."""
+        # One number holds place and number, so a plain sort keeps the order of numbers at the same place.
+        hashes = np.frombuffer(self._hashes, dtype=np.uint32)[begin:]
+        keys = (hashes >> np.uint32(shift)).astype(np.int64) << _HASH_BITS
+        keys += np.arange(begin, begin + len(hashes))
         keys.sort()
-        places, positions = keys >> _HASH_BITS, keys.astype(np.int32)
-        newest = np.frombuffer(self._newest, dtype=np.int32)
+        places, numbers = keys >> _HASH_BITS, keys.astype(np.int32)
+        heads = np.frombuffer(newest, dtype=np.int32)
         is_first = np.append(True, places[1:] != places[:-1])
-        older = np.where(is_first, newest[places], np.append(np.int32(0), positions[:-1]))
-        newest[places] = positions  # of the same place the last remains
-        previous = np.empty(num, dtype=np.int32)
-        previous[positions - first] = older
-        self._previous.frombytes(previous.tobytes())
+        older = np.where(is_first, heads[places], np.append(np.int32(0), numbers[:-1]))
+        np.frombuffer(self._previous, dtype=np.int32)[numbers] = older
+        heads[places] = numbers  # of the same place the last remains
+
+
+def _hash(context: Sequence[int]) -> int:
+    mixed = 0
+    for token in context:
+        mixed = (mixed + token) * _MIXER & _MASK
+    return mixed
+
+
+def _hashes(tokens: Sequence[int], begin: int, end: int, length: int) -> np.ndarray[tuple[int], np.dtype[np.uint32]]:
+    """Return the hashes of the `length` tokens before each position from `begin` to `end`, without it.
+
+    A position with fewer tokens before it has the hash of these.
+    """
+    first = min(max(begin, length), end)
+    short = [_hash(tokens[:position]) for position in range(begin, first)]
+    window = np.array(array("i", tokens[first - length : end - 1]) if end > first else [], dtype=np.int32).view(
+        np.uint32
+    )
+    mixed = np.zeros(end - first, dtype=np.uint32)
+    for index in range(length):
+        mixed += window[index : index + end - first]
+        mixed *= np.uint32(_MIXER)
+    return np.append(np.array(short, dtype=np.uint32), mixed)
 
 
 def _num_equal(tokens: Sequence[int], position: int, context: Sequence[int]) -> int:
@@ -256,20 +308,18 @@ def _num_equal(tokens: Sequence[int], position: int, context: Sequence[int]) -> 
 
 
 class PastOutput:
-    """One answer in an `OutputHistory`, growing or complete; once evicted (`is_forgotten`), it takes no more tokens."""
+    """The tokens of one answer in an `OutputHistory`, growing or complete."""
 
-    __slots__ = ("is_forgotten", "is_used", "tokens")
+    __slots__ = ("tokens",)
 
     def __init__(self) -> None:
         self.tokens: list[int] = []
-        self.is_used = False  # whether it was guessed from since it was last considered for forgetting
-        self.is_forgotten = False
 
 
 class HistoryBudget:
     """A limit on the number of tokens that several histories hold together.
 
-    While it is exceeded, answers are evicted from the history with the largest product of size and idle time.
+    While it is exceeded, the history with the largest product of size and idle time forgets its older half.
     """
 
     def __init__(self, capacity: int = _CAPACITY) -> None:
@@ -278,90 +328,68 @@ class HistoryBudget:
         self._now = 0
         self._last: dict[OutputHistory, int] = {}  # when each history grew last
 
-    def take(self, history: OutputHistory, num_tokens: int) -> None:
-        """Add `num_tokens` new tokens of `history` to the total; while the total exceeds the limit, evict answers."""
+    def take(self, history: OutputHistory, change: int) -> None:
+        """Count a change of the number of tokens of `history`; while the total exceeds the limit, let one forget."""
         self._now += 1
         self._last[history] = self._now
-        self._num_tokens += num_tokens
+        self._num_tokens += change
         while self._num_tokens > self._capacity:
             fullest = max(self._last, key=lambda one: one.num_tokens * (1 + self._now - self._last[one]))
-            self._num_tokens -= fullest.forget_oldest()
+            self._num_tokens -= fullest.forget_older()
             if not fullest.num_tokens:
                 del self._last[fullest]
 
 
 class OutputHistory:
-    """Keeps past answers, and finds the tokens that followed a context in one of them.
+    """Keeps the latest past answers, and finds the tokens that followed a context in them.
 
-    `room` is the limit on the number of tokens kept; several histories may share it. One thread may call
-    `continuation` while another adds tokens: each change is atomic.
+    They are in two indexes of at most `generation` tokens: when the newer is full, it replaces the older, so nothing is
+    ever removed from an index. `room` is the limit on the number of tokens kept; several histories may share it. One
+    thread may look up matches while another adds tokens.
     """
 
-    def __init__(self, room: HistoryBudget | None = None) -> None:
+    def __init__(self, room: HistoryBudget | None = None, generation: int = _GENERATION) -> None:
         self._room = room or HistoryBudget()
-        self._answers: deque[PastOutput] = deque()
-        self._positions: dict[tuple[int, ...], tuple[PastOutput, int]] = {}
-        self.num_tokens = 0
+        self._generation = generation
+        self._indexes = NgramIndex(), NgramIndex()  # the newer one first; replaced together
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of tokens that can be found."""
+        return sum(index.num_positions for index in self._indexes)
 
     def begin(self) -> PastOutput:
-        """Return a new, empty answer to pass to `add`; it joins the history when it gets its first token."""
+        """Return a new, empty answer to pass to `add`."""
         return PastOutput()
 
     def add(self, answer: PastOutput, tokens: Sequence[int]) -> None:
-        """Append tokens to an answer and index them; do nothing if the answer was evicted.
-
-        If the histories that share the limit then hold too many tokens, old answers are evicted.
-        """
-        if answer.is_forgotten or not tokens:
+        """Append tokens to an answer and index them; if too many are kept then, forget the oldest."""
+        begin = max(len(answer.tokens), 1)
+        answer.tokens.extend(tokens)
+        end = len(answer.tokens)
+        if end <= begin:
             return
-        kept = answer.tokens
-        if not kept:
-            self._answers.append(answer)
-        for token in tokens:
-            for length in LENGTHS:
-                if length <= len(kept):
-                    self._positions[tuple(kept[-length:])] = (answer, len(kept))
-            kept.append(token)
-        self.num_tokens += len(tokens)
-        self._room.take(self, len(tokens))
+        change = end - begin
+        newer, older = self._indexes
+        if newer.num_positions >= self._generation:
+            change -= older.num_positions
+            newer, older = NgramIndex(), newer
+            self._indexes = newer, older
+        newer.add(answer.tokens, begin, end)
+        self._room.take(self, change)
 
-    def continuation(
-        self, tail: Sequence[int], count: int, other_than: PastOutput | None = None
-    ) -> tuple[list[int], int]:
-        """Return the tokens that followed the end of `tail` in a past answer, and how many tokens of `tail` matched.
+    def matches(self, context: Sequence[int], other_than: Sequence[int] | None = None) -> list[Match]:
+        """Return positions in past answers after the end of `context`, as `NgramIndex.matches` does.
 
-        Of the contexts of five tokens, or else four or three, the last occurrence is used, and its answer is marked as
-        used; if that answer is `other_than`, a shorter context is tried. Tokens before the context may match too.
-        Return at most `count` tokens; an empty list and 0 if nothing matches.
+        The older half is looked at only if nothing is found in the newer one. `other_than` is the list of tokens of an
+        answer to leave out.
         """
-        for length in LENGTHS:
-            if length <= len(tail):
-                found = self._positions.get(tuple(tail[-length:]))
-                if found is not None and found[0] is not other_than:
-                    answer, position = found
-                    answer.is_used = True
-                    return answer.tokens[position : position + count], _num_equal(answer.tokens, position, tail)
-        return [], 0
+        newer, older = self._indexes
+        return newer.matches(context, other_than) or older.matches(context, other_than)
 
-    def forget_oldest(self) -> int:
-        """Evict the oldest answer and return its number of tokens.
-
-        If `continuation` has marked it as used, remove the mark, keep the answer as the newest one and return 0.
-        """
-        answer = self._answers.popleft()
-        if answer.is_used:
-            answer.is_used = False
-            self._answers.append(answer)
-            return 0
-        return self._forget(answer)
-
-    def _forget(self, answer: PastOutput) -> int:
-        answer.is_forgotten = True
-        tokens = answer.tokens
-        for position in range(len(tokens)):
-            for length in LENGTHS:
-                key = tuple(tokens[position - length : position]) if length <= position else None
-                if key is not None and self._positions.get(key, (None, 0))[0] is answer:
-                    del self._positions[key]
-        self.num_tokens -= len(tokens)
-        return len(tokens)
+    def forget_older(self) -> int:
+        """Forget the older half of the tokens, or all if there is no older half; return how many were forgotten."""
+        newer, older = self._indexes
+        forgotten = older if older.num_positions else newer
+        self._indexes = (newer if forgotten is older else NgramIndex()), NgramIndex()
+        return forgotten.num_positions

@@ -130,8 +130,8 @@ class Tree:
     def add_guess(self, parent: Node, token: int, grounds: Grounds) -> Node:
         """Add a guessed token below `parent`, a node without a distribution, and return the new or existing child.
 
-        `grounds` are its source and matched context length, by which its probability is learned. A guess is not sampled
-        from a distribution: the target must verify such tokens by exact match, which is exact for any proposed token.
+        `grounds` is what it rests on, by which its probability is learned. A guess is not sampled from a distribution:
+        the target must verify such tokens by exact match, which is exact for any proposed token.
         """
         child = parent.child_with(token)
         if child is None:

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
+from specbranch.core.calibration import TEXT, Grounds, prior_guess_prob
 from specbranch.core.costs import PairModel, StepCost, StepTimeModel
 from specbranch.core.distribution import Distribution, RequestSampling
-from specbranch.core.ngram import TEXT
 from specbranch.core.node import GreedyPicker, Node
 from specbranch.core.planners import PLANNERS, SettingError, draft_length_limit, make_planner, setting_names
 from specbranch.core.planners.baselines import AdaedlPlanner, AdaedlSettings
@@ -371,7 +371,7 @@ def test_with_expensive_rows_budget_is_one_chain() -> None:
 def test_budget_submits_what_the_text_said_before_where_the_draft_has_nothing() -> None:
     session = session_of("budget", prompt=[5, 6, 7, 8, 9, 5, 6, 7], gamma=4)
 
-    assert session.propose() == [8, 9, 5]  # three tokens agree; after that 5 6 7 again, but 8 is too unlikely by then
+    assert session.propose() == [8, 9, 5, 6]  # three tokens agree
     session.commit(Verdict(2, 4).committed(session.submitted))
     assert session.tokens[-3:] == [8, 9, 4]
     assert session.propose() == [], "8 9 4 never stood there"
@@ -485,8 +485,8 @@ def test_in_turns_what_is_drafted_at_the_deadline_is_submitted() -> None:
 
 def test_in_turns_budget_does_not_wait_where_the_text_is_as_good_a_guess() -> None:
     costs = costs_of_turns(1.0)
-    for _ in range(40):
-        costs.calibration.observe_guess((TEXT, 3), is_right=True)
+    for length in (3, 4, 5, 6) * 200:
+        costs.calibration.observe_guess(Grounds.of(TEXT, length, 1.0), is_right=True)
     session = session_of("budget", prompt=[5, 6, 7, 8, 9, 5, 6, 7], costs=costs, gamma=4, takes_turns=True)
 
     assert session.propose() == [8, 9, 5, 6][: len(session.submitted)] != []
@@ -505,8 +505,8 @@ def test_in_turns_the_wait_makes_tokens_cheaper_than_the_targets_own_time_says()
 
 def test_budget_learns_that_a_text_does_not_repeat_itself() -> None:
     costs = PairModel()
-    for _ in range(40):
-        costs.calibration.observe_guess((TEXT, 3), is_right=False)
+    for _ in range(400):
+        costs.calibration.observe_guess(Grounds.of(TEXT, 3, 1.0), is_right=False)
     session = session_of("budget", prompt=[5, 6, 7, 8, 9, 5, 6, 7], costs=costs, gamma=4)
 
     assert session.propose() == []
@@ -563,8 +563,10 @@ def test_guesses_that_the_target_confirms_or_not_are_learned_by_their_grounds() 
     session.rows()
     session.commit([8, 4], 0)
 
-    probs = [calibration.guess_accept_prob((TEXT, length)) for length in (3, 4, 5)]
-    assert probs[0] > 0.5 > probs[1] == probs[2], "nobody saw whether the third guess was right"
+    grounds = [Grounds.of(TEXT, length, 1.0) for length in (3, 4, 5)]
+    changes = [calibration.guess_accept_prob(one) - prior_guess_prob(one) for one in grounds]
+    assert changes[0] > 0 > changes[1], "right, then wrong"
+    assert changes[2] == pytest.approx(0), "nobody saw whether the third guess was right"
 
 
 @pytest.mark.parametrize(
@@ -625,15 +627,15 @@ def test_in_turns_a_sampled_token_is_submitted_or_not_whichever_it_is() -> None:
         submitted = set()
         for seed in range(20):
             costs = PairModel()
-            for length in (2, 3, 4):
-                costs.sampled.observe_guess((TEXT, length), True)
+            for length in (1, 2, 3) * 200:
+                costs.sampled.observe_guess(Grounds.of(TEXT, length, 1.0), True)
             for _ in range(40):
                 costs.draft.observe(1, 0.03)
                 costs.target.observe(1, 0, 0.1, 1)
             for _ in range(40):
                 costs.target.observe(1, 1, drafted_s, 2)
                 costs.target.observe(1, 3, drafted_s + 0.0001, 2)
-            prompt = [1, 5, 7, 9, 3, 2, 5, 7, 9, 3, 4, 5]
+            prompt = [1, 5, 7, 9, 3, 2, 5, 7, 9, 3, 4, 6]
             session = session_of("budget", prompt=prompt, costs=costs, gamma=4, takes_turns=True, cost_aware=True)
             session.set_sampling(RequestSampling(1.0, seed=seed))
             assert session.propose() is None

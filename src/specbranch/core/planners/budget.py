@@ -24,7 +24,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 
-from specbranch.core.ngram import MEMORY, TEXT
+from specbranch.core.calibration import MEMORY, TEXT
 from specbranch.core.node import Node
 from specbranch.core.planner import Planner, Predictor, Rows, Settings, Share, Window
 from specbranch.core.round import Round, Verdict
