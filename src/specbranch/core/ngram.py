@@ -153,7 +153,8 @@ def _vote(matches: Sequence[_Voter]) -> tuple[int, float, list[_Voter]]:
 class NgramIndex:
     """Finds where the last tokens of a context occurred in lists of tokens, which may only grow.
 
-    Memory: 24 bytes for each token and 3 to 24 for the tables, besides the lists. One thread may look up while another adds tokens.
+    Memory: 24 bytes for each token and 3 to 24 for the tables, besides the lists. One thread may look up while another
+    adds tokens.
     """
 
     def __init__(self) -> None:

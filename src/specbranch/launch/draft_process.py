@@ -99,9 +99,9 @@ class PairPlacement:
     def with_turns(self, section: Mapping[str, Any]) -> dict[str, Any]:
         """Return the proposer's settings `section` with what turns need, if target and draft take turns.
 
-        That is the planner's setting `takes_turns`, and unless `section` has them a deadline for several draft steps and
-        no gate. In turns the planner weighs every wait against its gain, while a gate compares stretches of different
-        text, which on one request at a time differ more by the text than by the drafts.
+        That is the planner's setting `takes_turns`, and unless `section` has them a deadline for several draft steps
+        and no gate. In turns the planner weighs every wait against its gain, while a gate compares stretches of
+        different text, which on one request at a time differ more by the text than by the drafts.
         """
         if not self.takes_turns:
             return dict(section)
