@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import random
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from specbranch.core import calibration
 from specbranch.core.calibration import LENGTHS, MEMORY, SHARES, TEXT, Grounds, prior_guess_prob
 from specbranch.core.costs import PairModel
 from specbranch.core.distribution import Distribution
 from specbranch.core.ngram import MAX_MATCH, HistoryBudget, Match, NgramDrafter, NgramIndex, OutputHistory, PastOutput
 from specbranch.core.node import GreedyPicker
 from specbranch.core.tree import Tree
+from tests.root import ROOT
 
 Planted = list[tuple[int, str, int, int]]
 
@@ -65,6 +68,13 @@ def test_before_any_guess_longer_matches_and_larger_shares_are_trusted_more_and_
         ):
             assert values == sorted(values) and 0 < values[0] < values[-1] < 1
     assert prior_guess_prob(Grounds.of(TEXT, 1, 1.0)) > prior_guess_prob(Grounds.of(MEMORY, 1, 1.0))
+
+
+def test_what_is_assumed_of_guesses_is_what_was_fitted() -> None:
+    fitted = json.loads((ROOT / "studies/07-guesses/prior.json").read_text())
+
+    assert fitted["lines"] == {source: list(line) for source, line in calibration._GUESS_LINES.items()}
+    assert tuple(fitted["shares"]) == calibration._GUESS_SHARES
 
 
 def test_a_longer_match_outvotes_a_shorter_one_unless_these_are_many() -> None:

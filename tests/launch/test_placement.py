@@ -51,7 +51,7 @@ def test_on_one_cpu_target_and_draft_take_turns_without_a_gate_unless_their_core
 ) -> None:
     monkeypatch.setattr(placement, "target_on_cpu", lambda: True)
     monkeypatch.setattr(placement, "usable_cores", lambda: [0, 1, 2])
-    monkeypatch.setattr(placement.os, "sched_getaffinity", lambda _: {0, 1, 2})
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1, 2})
     ask = partial(place_pair, DraftServiceOptions("small", engine="torch"), ParallelLayout(executor="uni"))
     section = {"planner": "budget", "settings": {"max_rows": 4}}
 
