@@ -201,3 +201,15 @@ def test_what_time_is_worth_follows_the_batch_at_once() -> None:
     costs.observe_step(1, 4, 3, 0.6)
 
     assert costs.target.min_accept_prob == pytest.approx(0.04 * 3 / 0.6, rel=0.02)
+
+
+def test_the_time_of_a_prefill_token_is_that_of_the_step_without_its_rows() -> None:
+    model = StepTimeModel()
+    model.observe_prefill(100, 1, 1.0)
+    assert model.prefill_token_s == pytest.approx(0.01), "no row was measured"
+    model = StepTimeModel()
+    model.observe(1, 0.2)
+    model.observe_prefill(100, 1, 1.2)
+    assert model.prefill_token_s == pytest.approx(0.01)
+    model.observe_prefill(100, 1, 2.2)
+    assert 0.01 < model.prefill_token_s < 0.02

@@ -15,6 +15,7 @@ from specbranch.core.ngram import OutputHistory
 _COLD_START_PROB, _COLD_START_GAIN = 0.5, 1.0
 _COLD_START_STEPS = 8  # steps in which both of these halve
 _SMOOTHING = 0.05  # the weight of the newest wait for a draft
+_PREFILL_SMOOTHING = 0.1  # the weight of the newest step with prefill
 _MAX_EXCESS = 3.0  # times its estimate that a single slow step counts as
 _SURE_STEPS = 16  # with drafts; what was learned from fewer steps may be chance, so it fades faster
 
@@ -54,13 +55,15 @@ class StepTimeModel:
 
     `cost` is the fitted line; None before the first step. A step of over three times the time that the line predicts
     counts as three times, because the machine may have stood still in it; a second one in a row counts in full.
-    `max_excess` replaces the three. `num_observed` is the number of measured steps.
+    `max_excess` replaces the three. `num_observed` is the number of measured steps. `prefill_token_s` is the smoothed
+    time of a prefill token; 0 before the first.
     """
 
     def __init__(self, half_life: float = 64.0, max_excess: float = _MAX_EXCESS) -> None:
         self._max_excess = max_excess
         self.num_observed = 0
         self.cost: StepCost | None = None
+        self.prefill_token_s = 0.0
         self._keep = 0.5 ** (1 / half_life)
         self._was_slow = False  # the last step took over three times what the line predicted
         # Weighted sums of 1, x, x², y, xy with x = rows - 1.
@@ -83,6 +86,16 @@ class StepTimeModel:
         self._xy = self._xy * self._keep + x * step_s
         self.cost = self._fit()
         return step_s
+
+    def observe_prefill(self, num_tokens: int, num_rows: int, step_s: float) -> None:
+        """Learn the time of a prefill token from a step that took `step_s` seconds.
+
+        It had `num_tokens` prefill tokens, and `num_rows` rows that count as in `observe`.
+        """
+        rows_s = self.cost.at(num_rows) if self.cost is not None else 0.0
+        token_s = max(step_s - rows_s, 0.0) / num_tokens
+        change_s = token_s - self.prefill_token_s
+        self.prefill_token_s += _PREFILL_SMOOTHING * change_s if self.prefill_token_s else token_s
 
     def _fit(self) -> StepCost:
         """Return the fitted line, on which a further row costs at least nothing and at most as much as the first row.

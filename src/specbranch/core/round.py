@@ -57,6 +57,7 @@ class Round:
     is_hit: bool = False
     signal: Signal | None = None
     hint: AcceptanceHint | None = None  # sent with the verdict that began the round
+    num_unprefilled: int = 0  # committed tokens that the draft model must prefill before it can draft
 
     @property
     def is_waiting(self) -> bool:

@@ -451,6 +451,43 @@ def test_only_in_turns_budget_lets_the_target_wait_for_prefill() -> None:
     assert not session_of("sps").waits_for_prefill
 
 
+@pytest.mark.parametrize(("prefill_s", "rounds"), [(0.4, 0), (3.0, 1), (20.0, 11), (1000.0, 40)])
+def test_in_turns_a_long_prefill_waits_until_drafts_would_have_saved_its_time(prefill_s: float, rounds: int) -> None:
+    """A step takes five seconds and a first choice is right in 0.7 of all cases, so each round goes without 1.9 s."""
+    costs = costs_of_turns(0.01)
+    costs.draft.prefill_token_s = prefill_s / 100
+    session = session_of("budget", costs=costs, takes_turns=True, uses_text=False, uses_memory=False)
+    num_missed = 0
+    for index in range(40):
+        session.commit([index % 5], 0)
+        session.round.num_unprefilled = 100
+        if index and session.propose() is None:
+            break
+        num_missed += bool(index)
+        assert not session.rows(), "nothing is prefilled before"
+    else:
+        num_missed += 1
+
+    assert num_missed == rounds
+    if rounds < 40:
+        assert session.propose() is None, "it goes on to wait in this round"
+        assert session.rows()
+
+
+def test_in_turns_what_was_missed_for_lack_of_one_prefill_does_not_count_for_the_next() -> None:
+    costs = costs_of_turns(0.01)
+    costs.draft.prefill_token_s = 0.05
+    session = session_of("budget", costs=costs, takes_turns=True, uses_text=False, uses_memory=False)
+    waits = []
+    for num_unprefilled in (0, 100, 100, 100, 100, 0, 100):
+        session.commit([1], 0)
+        session.round.num_unprefilled = num_unprefilled
+        waits.append(session.propose() is None)
+        session.submit_ready()
+
+    assert waits == [False, False, False, True, True, True, False]
+
+
 def test_in_turns_a_slow_first_draft_step_does_not_keep_the_draft_off() -> None:
     """The first step after a start takes three times as long as later ones, and alone it would not pay."""
     costs = costs_of_turns(0.01)

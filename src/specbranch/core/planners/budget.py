@@ -13,7 +13,9 @@ computes this distribution also computes those after the guesses below the node,
 of depth. Where verifying a token costs the target time, tokens that will hardly be accepted are not submitted.
 
 With `takes_turns` draft and target never compute at the same time: they share all cores, and each gets all of them in
-its turn. The target waits as long as one more draft token is expected to save more time than its draft step takes.
+its turn. The target waits as long as one more draft token is expected to save more time than its draft step takes. For
+a prefill of more than half a second it waits only after the draft tokens that it has gone without would have saved as
+much: then an answer has shown that it is long, and that lookup does not serve it.
 """
 
 from __future__ import annotations
@@ -33,6 +35,7 @@ from specbranch.core.tree import Tree
 _MIN_PROB = 0.01
 _FIRST_ROUND = 1  # it begins with the first token of the answer, which nobody should wait for longer than without us
 _MIN_MEASURED = 8  # draft steps before their cost is believed: the first ones after a start are slow
+_MAX_PREFILL_S = 0.5  # a prefill that is worth its wait at once, as for most prompts of a few hundred tokens
 _MAX_PLAIN = 32  # rounds without a wait; then the target waits for one draft step, so that its cost stays known
 _MIN_GUESS_PROB = 0.1  # a guess that is verified in vain costs the target a little
 
@@ -74,6 +77,7 @@ class BudgetPlanner(Planner[BudgetSettings]):
         self._num_steps = 0  # draft steps for which the target has waited in this round
         self._last_tip: Node | None = None  # that one of them has run
         self._num_plain = 0  # rounds since the last one with such a step
+        self._missed_s = 0.0  # the time that drafts would have saved which were not waited for, for lack of a prefill
 
     @property
     def may_block_target(self) -> bool:
@@ -89,7 +93,8 @@ class BudgetPlanner(Planner[BudgetSettings]):
             tip = tree.next_unrun(tree.root, self.settings.gamma)
             if tip is not None and tree.path_prob(tip) >= _MIN_PROB:
                 return None
-        if self.settings.takes_turns and round.index != _FIRST_ROUND and self._waiting_pays(round):
+        may_wait = self.settings.takes_turns and round.index != _FIRST_ROUND and self._waiting_pays(round)
+        if may_wait and (self._awaited == round.index or self._prefill_pays(round)):
             self._awaited = round.index
             return None
         return self.submit_after(round, tree.root)
@@ -156,25 +161,45 @@ class BudgetPlanner(Planner[BudgetSettings]):
         return tip if tip.distribution is None and len(chain) < self.settings.gamma else None
 
     def _waiting_pays(self, round: Round) -> bool:
-        """Return whether the target should wait for one more draft step, which adds one token to the drafted chain.
-
-        The token is assumed to be accepted as often as the draft's first choices on average. Its gain is reduced by
-        that of the n-gram guess at its position, which needs no draft step.
-        """
+        """Return whether the target should wait for one more draft step, which adds one token to the drafted chain."""
         tree, costs = round.tree, round.costs
         tip = self._tip(tree)
         if tip is None:
             return False
-        draft, target, prob = costs.draft.cost, costs.target, tree.path_prob(tip)
         is_known = costs.draft.num_observed >= _MIN_MEASURED
-        if draft is None or not is_known or (self._num_plain >= _MAX_PLAIN and not self._num_steps):
-            return prob >= _MIN_PROB
+        if costs.draft.cost is None or not is_known or (self._num_plain >= _MAX_PLAIN and not self._num_steps):
+            return tree.path_prob(tip) >= _MIN_PROB
+        # While the draft computes, the whole batch waits, so each of its sequences pays an equal part of the time.
+        num_rows = costs.target.num_rows
+        return self._gain_of_step(round, tip) > costs.draft.cost.at(num_rows) / num_rows * costs.target.rate
+
+    def _gain_of_step(self, round: Round, tip: Node) -> float:
+        """Return how many more tokens the target is expected to accept after one more draft step, which runs `tip`.
+
+        The token that the step adds is assumed to be accepted as often as the draft's first choices on average. Its
+        gain is reduced by that of the n-gram guess at its position, which needs no draft step.
+        """
+        tree, costs = round.tree, round.costs
         guesses = round.ngrams.extend(tree, tip, 1, 0.0, self._sources) if self._sources else []
         guess_prob = tree.path_prob(guesses[0]) if guesses else 0.0
-        price = target.min_accept_prob
-        gain = prob * costs.first_choice_prob - price - max(guess_prob - price, 0.0)
-        # While the draft computes, the whole batch waits, so each of its sequences pays an equal part of the time.
-        return gain > draft.at(target.num_rows) / target.num_rows * target.rate
+        price = costs.target.min_accept_prob
+        return tree.path_prob(tip) * costs.first_choice_prob - price - max(guess_prob - price, 0.0)
+
+    def _prefill_pays(self, round: Round) -> bool:
+        """Return whether the target should wait for the prefill that comes before the first draft step of this round.
+
+        Call it once in a round, if waiting would pay without the prefill: if not, what this round goes without is
+        added to what earlier rounds have.
+        """
+        costs = round.costs
+        prefill_s = round.num_unprefilled * costs.draft.prefill_token_s
+        if prefill_s * costs.target.num_rows <= _MAX_PREFILL_S:
+            self._missed_s = 0.0
+            return True
+        tip, step_s = self._tip(round.tree), costs.draft.cost.at(1) if costs.draft.cost is not None else 0.0
+        if tip is not None and costs.target.rate:
+            self._missed_s += max(self._gain_of_step(round, tip) / costs.target.rate - step_s, 0.0)
+        return self._missed_s >= prefill_s
 
     def _rows_in_turn(self, round: Round) -> Sequence[Node]:
         """Return the nodes to run while the target waits: the last one of the drafted chain, and some guesses after it.

@@ -26,7 +26,7 @@ from specbranch.service.server.store import FaultGuard
 _MIN_SILENCE_S, _MAX_SILENCE_S = 1.0, 20.0  # after which a tenant counts as gone
 _MIN_PAUSE_S = 0.05  # between two steps of a tenant; messages of one step come closer together
 _PREFILL_HALF_LIFE_S = 10.0
-_SMOOTHING = 0.1  # weight of a new time of prefill or of planning
+_SMOOTHING = 0.1  # weight of a new time of planning
 _MIN_WINDOW, _MAX_PREFILL_S = 256, 0.5  # tokens, and the time of a prefill while a target decodes without drafts
 _MIN_PLANNED = 4  # sessions, however long planning takes
 _OTHERS_SHARE = 4  # one session in four may be one that no present tenant decodes
@@ -172,7 +172,6 @@ class BatchPlanner:
         self.runnable = RunnableSessions()
         self._activity: dict[bytes, TenantActivity] = {}  # by tenant
         self._prefilled = DecayedUsage(_PREFILL_HALF_LIFE_S)  # tokens, by tenant
-        self._prefill_token_s = 0.0  # smoothed
         self._planning_s = 0.0  # per session or row of a step, without the engine's part, smoothed
         self._is_shared = False  # by several tenants
         self._others_at_s = 0.0  # when the sessions that no present tenant decodes are planned for again
@@ -220,14 +219,11 @@ class BatchPlanner:
         step has returned.
         """
         num_prefilled = sum([len(row.row.tokens) for _, row in rows]) - num_outputs
-        cost = self._cost.cost
         if not num_prefilled:
             self._cost.observe(num_outputs, step_s)
             return
         if num_prefilled >= MIN_PREFILL_CHUNK:  # the time of fewer tokens says little
-            token_s = max(step_s - (cost.at(num_outputs) if cost is not None else 0.0), 0.0) / num_prefilled
-            change_s = token_s - self._prefill_token_s
-            self._prefill_token_s += _SMOOTHING * change_s if self._prefill_token_s else token_s
+            self._cost.observe_prefill(num_prefilled, num_outputs, step_s)
         now_s = self._clock()
         for session, row in rows:
             self._prefilled.add(session.tenant, len(row.row.tokens) - row.row.num_outputs, now_s)
@@ -310,12 +306,13 @@ class BatchPlanner:
     def _choose_window(self, session: DraftSession) -> None:
         """Limit a session's prefill to a window at its end, if its target decodes already and could use drafts now.
 
-        Prefilling the window takes about half a second. A session that has prefilled less than half begins again.
+        Prefilling the window takes about half a second. A session that has prefilled less than half begins again. A
+        planner that waits for prefill gets no windows: it weighs the time of the whole prefill.
         """
-        core, cache = session.core, session.tree_cache
-        if not (core.waits_for_prefill or session.has_verdict) or not self._prefill_token_s:
+        core, cache, token_s = session.core, session.tree_cache, self._cost.prefill_token_s
+        if core.waits_for_prefill or not session.has_verdict or not token_s:
             return
-        window = max(_MIN_WINDOW, int(_MAX_PREFILL_S / self._prefill_token_s))
+        window = max(_MIN_WINDOW, int(_MAX_PREFILL_S / token_s))
         if session.num_unprefilled > max(window + NUM_FIRST, core.tree.root.position // 2):
             cache.close()
             cache.window = window
@@ -325,7 +322,9 @@ class BatchPlanner:
         cost = self._cost.cost
         if cost is None:
             return None
-        return replace(cost, per_row_s=cost.per_row_s + self._planning_s, per_prefill_token_s=self._prefill_token_s)
+        return replace(
+            cost, per_row_s=cost.per_row_s + self._planning_s, per_prefill_token_s=self._cost.prefill_token_s
+        )
 
     def _engine_rows(self, request: RowRequest[DraftSession], prefill_chunk: int) -> list[EngineRow]:
         """Return the engine rows for the chosen nodes of a session; make their handles in the engine's cache."""

@@ -218,6 +218,9 @@ class DraftSession:
         return self._submit()
 
     def _submit(self) -> Draft | None:
+        donor = self.prefix_donor  # read once: the draft thread may clear it meanwhile
+        num_shared = donor[1] if donor is not None and donor[0].tree_cache.num_handles else 0
+        self.core.round.num_unprefilled = max(self.num_unprefilled - 1 - num_shared, 0)
         tokens = self.core.propose()
         if tokens is None:
             return None
