@@ -164,7 +164,10 @@ def read_trace(path: Path) -> Trace:
 
 
 def write_trace(path: Path, trace: Trace) -> None:
-    """Write a trace, one line per answer, without `moments`; the same trace always gives the same bytes."""
+    """Write a trace, one line per answer; the same trace always gives the same bytes.
+
+    The verdicts that a service recorded with their times, `Answer.moments`, are not written.
+    """
     records = [
         Record(
             list(a.tokens),

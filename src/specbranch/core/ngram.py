@@ -183,10 +183,10 @@ class NgramIndex:
                 chains.append([_hash(tokens[max(position - length, 0) : position]) for position in range(begin, end)])
 
     def matches(self, context: Sequence[int], other_than: Sequence[int] | None = None) -> list[Match]:
-        """Return the newest positions after the end of `context`, at most 16, newest first.
+        """Return the newest positions that follow an occurrence of the last tokens of `context`, at most 16.
 
-        At least three tokens match; if no such position is found, two, or else one. Positions in the list `other_than`
-        are left out.
+        The newest comes first. At least three tokens match; if no such position is found, two, or else one. Positions
+        in the list `other_than` are left out.
         """
         for length, chains in zip(_LENGTHS, self._chains, strict=True):
             if length > len(context):
@@ -330,7 +330,11 @@ class HistoryBudget:
         self._last: dict[OutputHistory, int] = {}  # when each history grew last
 
     def take(self, history: OutputHistory, change: int) -> None:
-        """Count a change of the number of tokens of `history`; while the total exceeds the limit, let one forget."""
+        """Add `change`, by which the number of tokens in `history` has changed, to the total, and enforce the limit.
+
+        While the total exceeds the limit, the history with the largest product of size and idle time drops its older
+        tokens.
+        """
         self._now += 1
         self._last[history] = self._now
         self._num_tokens += change
@@ -380,10 +384,10 @@ class OutputHistory:
         self._room.take(self, change)
 
     def matches(self, context: Sequence[int], other_than: Sequence[int] | None = None) -> list[Match]:
-        """Return positions in past answers after the end of `context`, as `NgramIndex.matches` does.
+        """Return the positions in past answers that follow an occurrence of the last tokens of `context`.
 
-        The older half is looked at only if nothing is found in the newer one. `other_than` is the list of tokens of an
-        answer to leave out.
+        The matches are those of `NgramIndex.matches`. The older index is searched only if the newer one has no match.
+        `other_than` has the tokens of an answer whose own matches are left out.
         """
         newer, older = self._indexes
         return newer.matches(context, other_than) or older.matches(context, other_than)

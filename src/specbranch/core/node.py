@@ -130,11 +130,12 @@ class WithoutReplacementPicker:
 
 
 class RejectionPicker(GreedyPicker):
-    """Samples the token to submit, if a sampled token is more likely to be accepted than the likeliest token.
+    """Picks the children of a node; the first, which is submitted, is sampled if that makes its acceptance more likely.
 
-    Otherwise, and for further tokens, it takes the likeliest token left. Whether to sample depends on the distribution
-    and on the `calibration`, never on the token. `shape` turns the draft's distribution into the one to sample from;
-    `pick` draws an index from the probabilities after a node.
+    That is so if a sampled token is more likely to be accepted than the likeliest token. Otherwise, and for all further
+    children, the likeliest token not yet picked is taken. Whether to sample depends on the distribution and on
+    `calibration`, which estimates how often the target accepts such tokens, never on the token drawn. `shape` turns the
+    draft's distribution into the one to sample from; `pick` draws an index from its probabilities, given the node.
     """
 
     def __init__(

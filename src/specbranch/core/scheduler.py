@@ -90,9 +90,10 @@ def select_rows(
 ) -> Schedule[K]:
     """Choose at most `row_limit` rows for the next step, the most valuable first, and return its schedule.
 
-    Chosen nodes are appended to `granted` of each request. `prefill_chunk` is the most tokens to prefill. `is_shared`:
-    several tenants use the draft, even if one tenant alone requests rows now. If tenants share the draft and `cost` is
-    given, further rows and prefill tokens together may take about as long as the rows within equal shares.
+    The draft-tree nodes chosen for a request are appended to its `granted`. `prefill_chunk` is the maximum number of
+    tokens to prefill in the step. `is_shared` says that several tenants use the draft, even if one alone requests rows
+    now: each tenant then first gets an equal share of the rows. If `cost` is given too, rows beyond these shares and
+    prefill tokens are added only while, together, they take about no longer than the rows within the shares.
     """
     ranked = sorted(
         ((priority, number, node) for number, request in enumerate(requests) for priority, node in _pairs(request)),

@@ -42,7 +42,8 @@ class StopCondition:
 class Session:
     """One sequence being decoded, with its draft tree, planner and counters; `tokens` holds verified tokens only.
 
-    `draw` chooses draft tokens unless `set_sampling` replaces it; `costs` is what was learned about the pair of models.
+    `draw` chooses draft tokens unless `set_sampling` replaces it; `costs` has what was learned about the pair of
+    models: step times, acceptance probabilities and past answers.
     """
 
     def __init__(
@@ -198,8 +199,9 @@ class Session:
     ) -> list[int]:
         """End a round: commit the target's tokens, begin the next round with `hint`, and return the emitted tokens.
 
-        `num_submitted` is how many of the proposed tokens were really sent; None: all. The target may have committed
-        several of `tokens` without asking for a draft. All are emitted unless the sequence ends among them.
+        `num_submitted` is how many of the proposed tokens were really sent to the target; None means all. `tokens` may
+        come from several steps of the target, if it did not ask for a draft in between. All are emitted, except any
+        after the end of the sequence.
         """
         if not tokens:
             raise ValueError("a verdict commits at least the target's own token")

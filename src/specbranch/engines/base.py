@@ -116,7 +116,7 @@ class DraftEngine(Protocol):
         ...
 
     def close(self, handle: int) -> None:
-        """Close a handle. Its forks stay open; the engine frees tokens that no handle holds any more at once."""
+        """Close a handle. Its forks stay open; tokens that no open handle holds are freed immediately."""
         ...
 
     def run(self, rows: Sequence[Row]) -> list[Distribution]:

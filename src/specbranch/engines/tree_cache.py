@@ -41,10 +41,11 @@ class EngineRow:
 
 
 class TreeCache:
-    """Keeps one session's draft tree in the caches of engine handles, and builds the rows that compute distributions.
+    """Keeps one session's draft tree in the engine's KV cache, and builds the rows that the engine is to compute next.
 
-    Call `close` after a failed step; the object stays usable, and its next rows prefill the sequence again. With a
-    `window`, a new prefill takes only the first 16 and the last `window` committed tokens.
+    It opens an engine handle, one cached sequence, for each path of the tree that needs one. Call `close` after a
+    failed step: the object stays usable, and its next rows prefill the sequence again. With a `window`, a new prefill
+    takes only the first 16 and the last `window` committed tokens.
     """
 
     def __init__(self, engine: DraftEngine) -> None:

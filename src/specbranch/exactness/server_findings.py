@@ -40,7 +40,7 @@ class Greedy:
 
     @property
     def differing(self) -> list[int]:
-        """The indexes of the prompts whose four answers are not all equal."""
+        """The indexes of the prompts whose four answers, two from each server, are not all equal."""
         others = (self.endpoint, self.reference_together, self.endpoint_together)
         return sorted({index for other in others for index in _differing(self.reference, other)})
 
@@ -298,10 +298,11 @@ class TokenDivergence:
 
 
 def find_divergence(reference: Reply, other: Reply) -> TokenDivergence | None:
-    """Return the token where the other text diverges from the reference's; None if no reported token explains that.
+    """Return the token where the other text diverges from the reference's; None if no reported token fits the other.
 
-    Only the reference needs log-probabilities. The tokens of the other text are not known, and one token can be a
-    prefix of another, so there may be several explanations: the token with the smallest gap is returned.
+    Only the reference needs log-probabilities: the reported tokens are its alternatives at each position. Of the other
+    reply only the text is known, and one token can be a prefix of another, so several tokens may fit: the one whose
+    log-probability is nearest to that of the reference's own token is returned.
     """
     at = 0
     found: list[TokenDivergence] = []

@@ -190,10 +190,11 @@ class DraftProcess:
         self._child.listen(self._on_line)
 
     def wait_until_up(self) -> Welcome:
-        """Wait until the service answers, and return its answer. With `on_event`, restart it from then on when it ends.
+        """Wait until the service answers, and return its answer.
 
-        Raises `StartError` if the process ends or does nothing for `IDLE_S`. While it works, the wait has no limit: a
-        model may take minutes to be fetched, loaded and packed.
+        If the object was created with `on_event`, it also begins to watch the process, and restarts it whenever it
+        ends. Raise `StartError` if the process ends before it answers, or does nothing for `IDLE_S`. While it works,
+        the wait has no limit: a model may take minutes to be fetched, loaded and packed.
         """
         self.welcome = self._await_answer()
         if self._on_event is not None:

@@ -156,9 +156,9 @@ class Loop:
             self._drafting = _Drafting(self.now_s, self.now_s + step_s, rows, distributions)
 
     def _advance(self) -> None:
-        """Advance the time to the next end of a step or deadline, and finish the step that ends then.
+        """Advance the time to the next event, a deadline or the end of a step, and finish the step that ends then.
 
-        If both steps end at the same time, finish the draft's.
+        If a draft step and a target step end at the same time, finish the draft step; the next call finishes the other.
         """
         draft_s = self._drafting.end_s if self._drafting else math.inf
         target_s = self._verifying.end_s if self._verifying else self._idle_since_s + self._deadline_s

@@ -62,7 +62,7 @@ class Script(Protocol):
 
 
 class TextScript:
-    """A script defined by one function from the whole sequence to the distribution of the next token."""
+    """A script, which stands for a model, as one function: from all tokens so far to the next token's distribution."""
 
     def __init__(self, vocab_len: int, distribution: Callable[[tuple[int, ...]], Distribution]) -> None:
         self.vocab_len = vocab_len

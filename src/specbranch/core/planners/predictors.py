@@ -29,7 +29,10 @@ CONSTANTS: Mapping[str, ConstantPredictor] = {
 
 
 class RandomPredictor:
-    """Predicts none, some or all at random, each with the same probability, without regard to the sequence."""
+    """Predicts at random whether the target accepts none, some or all of the next draft tokens.
+
+    Each of the three has the same probability, whatever the sequence.
+    """
 
     def __init__(self, chance: RandomSource) -> None:
         self._chance = chance

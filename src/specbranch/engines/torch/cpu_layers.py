@@ -44,7 +44,10 @@ _TAYLOR = tuple(np.float32(1 / divisor) for divisor in (1, 1, 2, 6, 24, 120, 720
 
 
 class CompiledLayers:
-    """Runs all layers of a fused model; `layers` are its layers, all with linear layers of the class `Int8Linear`."""
+    """Runs all transformer layers of a fused model on the CPU in functions that Numba has compiled.
+
+    `layers` are that model's layers; every linear layer in them must be an `Int8Linear`.
+    """
 
     def __init__(self, layers: Sequence[Any]) -> None:
         self._layers = [_Layer(layer) for layer in layers]

@@ -156,9 +156,10 @@ class FusedModel(nn.Module):
         return rows
 
     def store_embedding(self, dtype: torch.dtype) -> None:
-        """Convert the input embedding, and the exact weights of a low-rank output layer, to `dtype`, and store them.
+        """Store the input embedding, and the exact weights that a low-rank output layer approximates, in `dtype`.
 
-        Equal weights are stored once. Steps read few rows of either, and convert them.
+        If the two are equal (tied), they are stored once. A step reads only a few rows of each, and converts these rows
+        back to the type that it computes in.
         """
         stored = self.embed_tokens.weight.detach().to(dtype)
         self.embed_tokens.weight = nn.Parameter(stored, requires_grad=False)

@@ -251,10 +251,11 @@ class RowTextDrafter:
 
 
 class SettingsGate:
-    """Keeps a gate, with its own measurements, for each set of settings used; asks the gate of the current settings.
+    """Decides whether to ask the draft service for drafts; keeps one gate for each set of settings that was used.
 
-    A gate switches the draft service off at loads where its drafts were measured not to pay. Drafts by n-gram lookup go
-    on, so the gate compares drafts from both sources with n-gram drafts alone.
+    A gate has its own measurements, and switches the draft service off at loads where its drafts were measured not to
+    pay. N-gram lookup goes on, so a gate compares drafts from the service and n-gram lookup together with drafts from
+    n-gram lookup alone.
     """
 
     def __init__(self) -> None:

@@ -97,9 +97,10 @@ class ServiceConnection:
         return None
 
     def ping(self) -> None:
-        """Send `Hello` to a service that cannot be used or is draining; its reply may show that this state has ended.
+        """Send `Hello` to a service that is unusable or draining; its reply may show that it can be used again.
 
-        A later call handles the reply. A service that was disconnected counts as lagging until it has replied.
+        This does not wait: the next call that reads messages handles the reply. After a disconnection no step waits for
+        the service until it has replied.
         """
         if self.is_connected:
             self.ask_again()

@@ -169,9 +169,10 @@ class DraftPool(DraftSource):
         return {number: indices[:MAX_ROWS] for number, indices in placed.items()}
 
     def _collect(self, num_rows: int, sent: Mapping[DraftClient, Sequence[PreparedRow]], end_s: float) -> list[Draft]:
-        """Wait for the replies until `end_s`, and return a draft for every row, empty if none came in time.
+        """Wait for the replies until `end_s`, and return a draft for each row; a row without a reply gets an empty one.
 
-        Open the sequences that a service does not know.
+        `sent` has the rows that were sent to each service. If a reply says that the service does not know a sequence,
+        open the sequence there.
         """
         waiting = [service for service, rows in sent.items() if any(row.draft is None for row in rows)]
         replies = self._await([service for service in waiting if service.connection.may_wait()], end_s)

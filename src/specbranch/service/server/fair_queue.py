@@ -35,10 +35,10 @@ class Message(NamedTuple):
 
 
 class FairQueue:
-    """Bounded fair queue. When full, it drops the newest message of the client that holds most bytes.
+    """Bounded message queue that serves clients in turn.
 
-    It also drops messages that waited while more than a second was spent on serving other messages: time in which the
-    process stood still does not count.
+    When full, it drops the newest message of the client that holds most bytes. It also drops a message if more than a
+    second was spent on serving other messages while it waited; time in which the process was suspended does not count.
     """
 
     def __init__(

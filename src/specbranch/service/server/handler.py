@@ -221,9 +221,10 @@ class RequestHandler:
         return Draining(round, self._store.is_draining, self._store.num_active(self._clock()))
 
     def _serve_step(self, client: Client, step: StepRequest, _: bytes) -> Iterator[Answer]:
-        """Commit the verdicts of a step, and yield its reply, unless no row asks for a draft or the reply is held back.
+        """Commit the verdicts of a step, and yield its reply if there is one to send now.
 
-        Rows with prefetched drafts that can wait are committed after the reply.
+        There is none if no row asks for a draft, or if the reply is held back until drafts are ready. Rows whose drafts
+        the target has prefetched do not affect the reply; where possible, they are committed after it.
         """
         now_s = self._clock()
         activity = self._activity(client, step.namespace)
@@ -255,9 +256,9 @@ class RequestHandler:
             yield from self.answer_overdue()
 
     def _serve_asking(self, served: _ServedRows, rows: Sequence[int], now_s: float) -> PendingStep:
-        """Commit the verdicts of `rows`, which the reply depends on, and return the step with their drafts.
+        """Commit the verdicts of `rows`, the rows that ask for a draft, and return a pending step with their drafts.
 
-        While a row waits for its draft, the reply must be held back.
+        The caller must hold the reply back while a row still waits for its draft.
         """
         step = served.step
         pending = PendingStep(

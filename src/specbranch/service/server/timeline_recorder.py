@@ -130,9 +130,10 @@ class TimelineRecorder:
                 )
 
     def answer(self, lane: Lane, since_s: float, at_s: float, num_held: int) -> None:
-        """Keep `at_s`, when a reply left, as the start of the next step of the target of `lane`.
+        """Record that a reply to the target of `lane` was sent at `at_s`, which is the start of the target's next step.
 
-        If `num_held`, the number of rows that had to wait for their drafts, is not 0, record a wait since `since_s`.
+        If `num_held`, the number of rows that had to wait for their drafts, is not 0, also record a wait from `since_s`
+        to `at_s`.
         """
         number = self._number(lane)
         self._answered_s[number] = at_s

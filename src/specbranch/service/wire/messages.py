@@ -158,7 +158,10 @@ class VerdictDraft(Struct, array_like=True, frozen=True, forbid_unknown_fields=T
 
 
 class PrefetchRow(Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
-    """Drafts for the likeliest next verdicts on one sequence, identified by its digest before any of them."""
+    """Prefetched drafts for one sequence: one draft for each of its likeliest next verdicts.
+
+    `before` is the digest of the sequence as it is before any of these verdicts.
+    """
 
     before: SequenceId
     outcomes: Annotated[list[VerdictDraft], Meta(max_length=MAX_OUTCOMES)]
