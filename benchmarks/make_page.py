@@ -60,10 +60,28 @@ RUNS = (
         "equal",
         "Equal hardware: four ways to use the same two cores, without AMX",
         "What somebody with two cores would take. The target is an int8 checkpoint of `specbranch quantize`, the fastest type on "
-        "this CPU. `budget` is as `specbranch serve TARGET --draft DRAFT` runs it there: target and draft take turns on both cores, "
-        "with the gate. `text` is `specbranch serve TARGET`, without a draft model. Eight prompts of each task once; each engine "
-        "answers eight prompts before the next. Edits and turns are repeated traffic (`benchmarks/repeated.py`).",
+        "this CPU. `budget` is as `specbranch serve TARGET --draft DRAFT` runs it there: target and draft take turns on both cores. "
+        "`text` is `specbranch serve TARGET`, without a draft model. `suffix` is at the best setting that we found (next table). Eight "
+        "prompts of each task once; each engine answers eight before the next. Edits and turns are repeated traffic "
+        "(`benchmarks/repeated.py`).",
         "img/equal.svg",
+    ),
+    Run(
+        "suffix",
+        "Text drafts beside suffix decoding with two settings, without AMX",
+        "vLLM's `suffix` with its default, which drafts at most as many tokens as the match has, and with twice as many. Four "
+        "prompts of each task; otherwise as above.",
+    ),
+    Run(
+        "own-core",
+        "A core that the target cannot use, without AMX",
+        "Every method has the same one core for its target; `budget` has its draft on another, as with `--target-cores 0 "
+        "--draft-cores 1`, and both work at once. Three prompts of each task; each engine answers six before the next.",
+    ),
+    Run(
+        "at-once",
+        "Four and sixteen requests at once on the same two cores, without AMX",
+        "The pair and the methods of the first table. Two groups of each size and task; each engine answers two before the next.",
     ),
     Run(
         "not-flat",
