@@ -213,3 +213,30 @@ def test_the_time_of_a_prefill_token_is_that_of_the_step_without_its_rows() -> N
     assert model.prefill_token_s == pytest.approx(0.01)
     model.observe_prefill(100, 1, 2.2)
     assert 0.01 < model.prefill_token_s < 0.02
+
+
+def test_a_time_measured_on_a_busy_machine_is_measured_again_soon() -> None:
+    model = StepTimeModel()
+    model.fade(100)
+    assert model.cost is None
+    for _ in range(20):
+        model.observe(1, 0.9)
+    for _ in range(64):
+        model.fade(1)
+    assert model.cost is not None
+    assert model.cost.base_s == pytest.approx(0.45)
+    for _ in range(3):
+        model.observe(1, 0.3)
+
+    assert model.cost.base_s < 0.5
+
+
+def test_a_time_that_was_right_is_back_after_one_step() -> None:
+    model = StepTimeModel()
+    for rows in (1, 2, 3) * 10:
+        model.observe(rows, StepCost(1.0, 0.1).at(rows))
+    model.fade(64)
+    model.observe(1, 1.0)
+
+    assert model.cost is not None
+    assert (model.cost.base_s, model.cost.per_row_s) == (pytest.approx(1.0), pytest.approx(0.1))

@@ -17,6 +17,8 @@ _COLD_START_STEPS = 8  # steps in which both of these halve
 _SMOOTHING = 0.05  # the weight of the newest wait for a draft
 _PREFILL_SMOOTHING = 0.1  # the weight of the newest step with prefill
 _MAX_EXCESS = 3.0  # times its estimate that a single slow step counts as
+_FADE_HALF_LIFE = 64.0  # target steps without a draft step in which the estimated time of one halves
+_WEIGHT_HALF_LIFE = 16.0  # and the weight of the measured ones
 _SURE_STEPS = 16  # with drafts; what was learned from fewer steps may be chance, so it fades faster
 
 
@@ -57,6 +59,9 @@ class StepTimeModel:
     counts as three times, because the machine may have stood still in it; a second one in a row counts in full.
     `max_excess` replaces the three. `num_observed` is the number of measured steps. `prefill_token_s` is the smoothed
     time of a prefill token; 0 before the first.
+
+    Times that were measured on a busy machine may be so long that no further step is run and nothing corrects them. So
+    while steps are not worth their time, `fade` lets `cost` shrink until a step is tried again.
     """
 
     def __init__(self, half_life: float = 64.0, max_excess: float = _MAX_EXCESS) -> None:
@@ -64,6 +69,7 @@ class StepTimeModel:
         self.num_observed = 0
         self.cost: StepCost | None = None
         self.prefill_token_s = 0.0
+        self._num_without = 0.0  # target steps since the last step
         self._keep = 0.5 ** (1 / half_life)
         self._was_slow = False  # the last step took over three times what the line predicted
         # Weighted sums of 1, x, x², y, xy with x = rows - 1.
@@ -74,25 +80,38 @@ class StepTimeModel:
 
         Return the time that the step counts as.
         """
-        x, max_s = rows - 1, math.inf if self.cost is None else self._max_excess * self.cost.at(rows)
+        x, max_s = rows - 1, math.inf if self.cost is None else self._max_excess * self._fit().at(rows)
         is_slow = step_s > max_s
         step_s = max_s if is_slow and not self._was_slow else step_s
         self._was_slow = is_slow
         self.num_observed += 1
-        self._n = self._n * self._keep + 1
-        self._x = self._x * self._keep + x
-        self._xx = self._xx * self._keep + x * x
-        self._y = self._y * self._keep + step_s
-        self._xy = self._xy * self._keep + x * step_s
+        keep = self._keep * 0.5 ** (self._num_without / _WEIGHT_HALF_LIFE)
+        self._num_without = 0.0
+        self._n = self._n * keep + 1
+        self._x = self._x * keep + x
+        self._xx = self._xx * keep + x * x
+        self._y = self._y * keep + step_s
+        self._xy = self._xy * keep + x * step_s
         self.cost = self._fit()
         return step_s
+
+    def fade(self, num_steps: float) -> None:
+        """Reduce `cost`, because the target has run `num_steps` steps for which no draft step was worth its time.
+
+        It halves every 64 steps. The next `observe` restores it, but with a weight that has halved every 16 steps.
+        """
+        if self.cost is None:
+            return
+        self._num_without += num_steps
+        factor = 0.5 ** (num_steps / _FADE_HALF_LIFE)
+        self.cost = replace(self.cost, base_s=self.cost.base_s * factor, per_row_s=self.cost.per_row_s * factor)
 
     def observe_prefill(self, num_tokens: int, num_rows: int, step_s: float) -> None:
         """Learn the time of a prefill token from a step that took `step_s` seconds.
 
         It had `num_tokens` prefill tokens, and `num_rows` rows that count as in `observe`.
         """
-        rows_s = self.cost.at(num_rows) if self.cost is not None else 0.0
+        rows_s = self._fit().at(num_rows) if self.cost is not None else 0.0
         token_s = max(step_s - rows_s, 0.0) / num_tokens
         change_s = token_s - self.prefill_token_s
         self.prefill_token_s += _PREFILL_SMOOTHING * change_s if self.prefill_token_s else token_s

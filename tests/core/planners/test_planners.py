@@ -501,6 +501,26 @@ def test_in_turns_a_slow_first_draft_step_does_not_keep_the_draft_off() -> None:
     assert session_of("budget", costs=costs, takes_turns=True).propose() == []
 
 
+def test_in_turns_a_draft_that_was_slow_for_a_while_is_tried_again() -> None:
+    costs = costs_of_turns(20.0)
+    num_tried = []
+    for _ in range(10):  # answers of 32 rounds
+        session = session_of("budget", costs=costs, takes_turns=True, uses_text=False, uses_memory=False)
+        waits = 0
+        for index in range(32):
+            session.commit([index % 5], 0)
+            if session.propose() is None:
+                waits += 1
+                run(session)
+                costs.draft.observe(1, 0.5)
+                while session.propose() is None:
+                    run(session)
+        num_tried.append(waits)
+
+    assert num_tried[0] == 0
+    assert num_tried[-1] > 16, num_tried
+
+
 def test_in_turns_the_first_token_of_an_answer_waits_for_no_draft() -> None:
     session = session_of("budget", costs=costs_of_turns(0.01), takes_turns=True)
     session.commit([1])

@@ -36,7 +36,6 @@ _MIN_PROB = 0.01
 _FIRST_ROUND = 1  # it begins with the first token of the answer, which nobody should wait for longer than without us
 _MIN_MEASURED = 8  # draft steps before their cost is believed: the first ones after a start are slow
 _MAX_PREFILL_S = 0.5  # a prefill that is worth its wait at once, as for most prompts of a few hundred tokens
-_MAX_PLAIN = 32  # rounds without a wait; then the target waits for one draft step, so that its cost stays known
 _MIN_GUESS_PROB = 0.1  # a guess that is verified in vain costs the target a little
 
 
@@ -75,8 +74,8 @@ class BudgetPlanner(Planner[BudgetSettings]):
         self._sources = [source for source, is_used in used.items() if is_used]
         self._awaited: int | None = None  # the round in which the target waits for a draft, with `takes_turns`
         self._num_steps = 0  # draft steps for which the target has waited in this round
+        self._was_too_slow = False  # a further draft step was not worth its time
         self._last_tip: Node | None = None  # that one of them has run
-        self._num_plain = 0  # rounds since the last one with such a step
         self._missed_s = 0.0  # the time that drafts would have saved which were not waited for, for lack of a prefill
 
     @property
@@ -151,8 +150,9 @@ class BudgetPlanner(Planner[BudgetSettings]):
         cost = costs.draft.cost
         if cost is not None:
             costs.target.observe_wait(self._num_steps * cost.at(costs.target.num_rows))
-        self._num_plain = 0 if self._num_steps else self._num_plain + 1
-        self._num_steps = 0
+        if self._was_too_slow and not self._num_steps:
+            costs.draft.fade(1 / max(costs.target.num_rows, 1))  # each sequence of the step comes here
+        self._num_steps, self._was_too_slow = 0, False
 
     def _tip(self, tree: Tree) -> Node | None:
         """Return the node whose distribution the drafted chain needs to grow; None if the chain cannot grow."""
@@ -166,12 +166,12 @@ class BudgetPlanner(Planner[BudgetSettings]):
         tip = self._tip(tree)
         if tip is None:
             return False
-        is_known = costs.draft.num_observed >= _MIN_MEASURED
-        if costs.draft.cost is None or not is_known or (self._num_plain >= _MAX_PLAIN and not self._num_steps):
+        if costs.draft.cost is None or costs.draft.num_observed < _MIN_MEASURED:
             return tree.path_prob(tip) >= _MIN_PROB
         # While the draft computes, the whole batch waits, so each of its sequences pays an equal part of the time.
         num_rows = costs.target.num_rows
-        return self._gain_of_step(round, tip) > costs.draft.cost.at(num_rows) / num_rows * costs.target.rate
+        self._was_too_slow = self._gain_of_step(round, tip) <= costs.draft.cost.at(num_rows) / num_rows * costs.target.rate
+        return not self._was_too_slow
 
     def _gain_of_step(self, round: Round, tip: Node) -> float:
         """Return how many more tokens the target is expected to accept after one more draft step, which runs `tip`.
