@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from specbranch.core.costs import PairModel, StepCost, StepTimeModel, TargetTimeModel
+from specbranch.core.costs import AnswerLength, PairModel, StepCost, StepTimeModel, TargetTimeModel
 
 
 def test_nothing_is_known_before_the_first_step() -> None:
@@ -240,3 +240,17 @@ def test_a_time_that_was_right_is_back_after_one_step() -> None:
 
     assert model.cost is not None
     assert (model.cost.base_s, model.cost.per_row_s) == (pytest.approx(1.0), pytest.approx(0.1))
+
+
+def test_the_mean_length_of_answers_is_that_of_the_ones_that_have_ended() -> None:
+    lengths = AnswerLength()
+    assert lengths.mean(0) == lengths.mean(1) == 100
+    for _ in range(200):
+        lengths.begin()
+        lengths.add(64)
+
+    assert lengths.mean(0) == pytest.approx(64, rel=0.001)
+    for _ in range(16):  # at once, and none of them has ended
+        lengths.begin()
+    assert lengths.mean(16) == pytest.approx(64, rel=0.001)
+    assert lengths.mean(0) < 40

@@ -19,6 +19,7 @@ _PREFILL_SMOOTHING = 0.1  # the weight of the newest step with prefill
 _MAX_EXCESS = 3.0  # times its estimate that a single slow step counts as
 _FADE_HALF_LIFE = 64.0  # target steps without a draft step in which the estimated time of one halves
 _WEIGHT_HALF_LIFE = 16.0  # and the weight of the measured ones
+_FIRST_ANSWER_LEN = 100.0
 _SURE_STEPS = 16  # with drafts; what was learned from fewer steps may be chance, so it fades faster
 
 
@@ -165,6 +166,31 @@ class TokensPerStep:
         return self._committed / self._rows if self._rows else 0.0
 
 
+class AnswerLength:
+    """Learns the mean number of tokens of an answer; an answer's weight halves every `half_life` answers.
+
+    It starts as if there had been one answer of 100 tokens.
+    """
+
+    def __init__(self, half_life: float = 16.0) -> None:
+        self._keep = 0.5 ** (1 / half_life)
+        self._num_tokens, self._num_answers = _FIRST_ANSWER_LEN, 1.0
+
+    def begin(self) -> None:
+        """Count one answer more."""
+        self._num_tokens *= self._keep
+        self._num_answers = self._num_answers * self._keep + 1
+
+    def add(self, num_tokens: int) -> None:
+        """Count tokens of the answers that have begun."""
+        self._num_tokens += num_tokens
+
+    def mean(self, num_unfinished: int) -> float:
+        """Return the mean, if the newest `num_unfinished` answers go on, and if each token is as likely to be the last."""
+        unfinished = (1 - self._keep**num_unfinished) / (1 - self._keep)
+        return self._num_tokens / max(self._num_answers - unfinished, 1.0)
+
+
 class TargetTimeModel:
     """Learns the times of a target's steps, with and without drafts, and estimates what verifying draft tokens costs.
 
@@ -248,7 +274,7 @@ class TargetTimeModel:
 
 @dataclass(slots=True)
 class PairModel:
-    """What was learned about a pair of models: the step times of both, how often the draft is right, and past answers.
+    """What was learned about a pair of models: step times, how often the draft is right, and past answers.
 
     The target's step time depends on the tokens in the step: the draft tokens of all sequences and one more token for
     each sequence.
@@ -259,6 +285,7 @@ class PairModel:
     calibration: Calibration = field(default_factory=Calibration)
     sampled: Calibration = field(default_factory=Calibration)  # of sequences that use rejection sampling
     history: OutputHistory = field(default_factory=OutputHistory)
+    answer_len: AnswerLength = field(default_factory=AnswerLength)
     first_choice_prob: float = 0.7  # how likely the draft's first choice is accepted, on average
 
     def observe_first_choice(self, prob: float) -> None:

@@ -13,9 +13,9 @@ computes this distribution also computes those after the guesses below the node,
 of depth. Where verifying a token costs the target time, tokens that will hardly be accepted are not submitted.
 
 With `takes_turns` draft and target never compute at the same time: they share all cores, and each gets all of them in
-its turn. The target waits as long as one more draft token is expected to save more time than its draft step takes. For
-a prefill of more than half a second it waits only after the draft tokens that it has gone without would have saved as
-much: then an answer has shown that it is long, and that lookup does not serve it.
+its turn. The target waits as long as one more draft token is expected to save more time than its draft step takes. It
+waits for the prefill of a prompt if drafts are expected to save as much in the rest of the answer, whose length is that
+of the answers before; or once they would have saved as much in the rounds that went without.
 """
 
 from __future__ import annotations
@@ -35,7 +35,6 @@ from specbranch.core.tree import Tree
 _MIN_PROB = 0.01
 _FIRST_ROUND = 1  # it begins with the first token of the answer, which nobody should wait for longer than without us
 _MIN_MEASURED = 8  # draft steps before their cost is believed: the first ones after a start are slow
-_MAX_PREFILL_S = 0.5  # a prefill that is worth its wait at once, as for most prompts of a few hundred tokens
 _MIN_GUESS_PROB = 0.1  # a guess that is verified in vain costs the target a little
 
 
@@ -76,7 +75,9 @@ class BudgetPlanner(Planner[BudgetSettings]):
         self._num_steps = 0  # draft steps for which the target has waited in this round
         self._was_too_slow = False  # a further draft step was not worth its time
         self._last_tip: Node | None = None  # that one of them has run
-        self._missed_s = 0.0  # the time that drafts would have saved which were not waited for, for lack of a prefill
+        self._num_emitted = 0  # tokens of the answer
+        self._num_missed = 0  # rounds without a draft for lack of a prefill
+        self._missed_s = 0.0  # the time that drafts would have saved in them
 
     @property
     def may_block_target(self) -> bool:
@@ -143,6 +144,10 @@ class BudgetPlanner(Planner[BudgetSettings]):
     def learn(self, round: Round, verdict: Verdict) -> None:
         if not self.settings.takes_turns:
             return
+        if not self._num_emitted:
+            round.costs.answer_len.begin()
+        round.costs.answer_len.add(verdict.accepted + 1)
+        self._num_emitted += verdict.accepted + 1
         costs, tree = round.costs, round.tree
         for node in (tree.root, *(tree.submitted or ())):
             if node.distribution is not None and node.children:
@@ -188,18 +193,36 @@ class BudgetPlanner(Planner[BudgetSettings]):
     def _prefill_pays(self, round: Round) -> bool:
         """Return whether the target should wait for the prefill that comes before the first draft step of this round.
 
-        Call it once in a round, if waiting would pay without the prefill: if not, what this round goes without is
-        added to what earlier rounds have.
+        It should if drafts would save as much time in the rest of the answer, at its expected length, and have saved
+        in its rounds so far. Call it once in a round, if waiting would pay without the prefill.
         """
-        costs = round.costs
+        costs, tip = round.costs, self._tip(round.tree)
         prefill_s = round.num_unprefilled * costs.draft.prefill_token_s
-        if prefill_s * costs.target.num_rows <= _MAX_PREFILL_S:
-            self._missed_s = 0.0
+        if tip is None or costs.draft.cost is None or prefill_s <= costs.draft.cost.at(1):
+            self._missed_s = self._num_missed = 0
             return True
-        tip, step_s = self._tip(round.tree), costs.draft.cost.at(1) if costs.draft.cost is not None else 0.0
-        if tip is not None and costs.target.rate:
-            self._missed_s += max(self._gain_of_step(round, tip) / costs.target.rate - step_s, 0.0)
-        return self._missed_s >= prefill_s
+        saved_s, num_tokens = self._saved_by_drafts(round, tip)
+        self._missed_s += saved_s
+        self._num_missed += 1
+        num_left = costs.answer_len.mean(costs.target.num_rows) - self._num_emitted
+        num_rounds = max(num_left, 0.0) / (max(costs.target.tokens_per_step.committed, 1.0) + num_tokens)
+        # As if one round more had gone by, in which drafts saved nothing: the first rounds say little.
+        return self._missed_s * (1 + num_rounds / (self._num_missed + 1)) >= prefill_s
+
+    def _saved_by_drafts(self, round: Round, tip: Node) -> tuple[float, float]:
+        """Return how much time draft steps from `tip` on are expected to save in this round, and how many tokens."""
+        costs = round.costs
+        if costs.draft.cost is None or not costs.target.rate:
+            return 0.0, 0.0
+        step_s = costs.draft.cost.at(costs.target.num_rows) / costs.target.num_rows
+        gain, saved_s, num_tokens = self._gain_of_step(round, tip), 0.0, 0.0
+        for _ in range(self.settings.gamma):
+            if gain / costs.target.rate <= step_s:
+                break
+            saved_s += gain / costs.target.rate - step_s
+            num_tokens += gain
+            gain *= costs.first_choice_prob
+        return saved_s, num_tokens
 
     def _rows_in_turn(self, round: Round) -> Sequence[Node]:
         """Return the nodes to run while the target waits: the last one of the drafted chain, and some guesses after it.
