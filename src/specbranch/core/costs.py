@@ -15,11 +15,12 @@ from specbranch.core.ngram import OutputHistory
 _COLD_START_PROB, _COLD_START_GAIN = 0.5, 1.0
 _COLD_START_STEPS = 8  # steps in which both of these halve
 _SMOOTHING = 0.05  # the weight of the newest wait for a draft
-_PREFILL_SMOOTHING = 0.1  # the weight of the newest step with prefill
+_PREFILL_MEMORY = 512  # tokens; a prefill of as many has half of the weight
 _MAX_EXCESS = 3.0  # times its estimate that a single slow step counts as
 _FADE_HALF_LIFE = 64.0  # target steps without a draft step in which the estimated time of one halves
 _WEIGHT_HALF_LIFE = 16.0  # and the weight of the measured ones
 _FIRST_ANSWER_LEN = 100.0
+_PACE_HALF_LIFE = 64.0
 _SURE_STEPS = 16  # with drafts; what was learned from fewer steps may be chance, so it fades faster
 
 
@@ -114,8 +115,8 @@ class StepTimeModel:
         """
         rows_s = self._fit().at(num_rows) if self.cost is not None else 0.0
         token_s = max(step_s - rows_s, 0.0) / num_tokens
-        change_s = token_s - self.prefill_token_s
-        self.prefill_token_s += _PREFILL_SMOOTHING * change_s if self.prefill_token_s else token_s
+        weight = num_tokens / (num_tokens + _PREFILL_MEMORY) if self.prefill_token_s else 1.0
+        self.prefill_token_s += weight * (token_s - self.prefill_token_s)
 
     def _fit(self) -> StepCost:
         """Return the fitted line, on which a further row costs at least nothing and at most as much as the first row.
@@ -166,6 +167,23 @@ class TokensPerStep:
         return self._committed / self._rows if self._rows else 0.0
 
 
+class Pace:
+    """Learns how many tokens a verdict commits; a verdict's weight halves every `half_life` verdicts."""
+
+    def __init__(self, half_life: float) -> None:
+        self._keep = 0.5 ** (1 / half_life)
+        self._num_tokens = self._num_verdicts = 0.0
+
+    def observe(self, num_tokens: int) -> None:
+        """Add a verdict that has committed this number of tokens."""
+        self._num_tokens = self._num_tokens * self._keep + num_tokens
+        self._num_verdicts = self._num_verdicts * self._keep + 1
+
+    def mean(self, prior: float) -> float:
+        """Return the mean number of tokens of a verdict, as if two more verdicts had committed `prior` tokens each."""
+        return (self._num_tokens + 2 * prior) / (self._num_verdicts + 2)
+
+
 class AnswerLength:
     """Learns the mean number of tokens of an answer; an answer's weight halves every `half_life` answers.
 
@@ -173,7 +191,7 @@ class AnswerLength:
     """
 
     def __init__(self, half_life: float = 16.0) -> None:
-        self._keep = 0.5 ** (1 / half_life)
+        self._keep: float = 0.5 ** (1 / half_life)
         self._num_tokens, self._num_answers = _FIRST_ANSWER_LEN, 1.0
 
     def begin(self) -> None:
@@ -186,8 +204,8 @@ class AnswerLength:
         self._num_tokens += num_tokens
 
     def mean(self, num_unfinished: int) -> float:
-        """Return the mean, if the newest `num_unfinished` answers go on, and if each token is as likely to be the last."""
-        unfinished = (1 - self._keep**num_unfinished) / (1 - self._keep)
+        """Return the mean if the newest `num_unfinished` answers go on, and every token is as likely to be the last."""
+        unfinished: float = (1 - self._keep**num_unfinished) / (1 - self._keep)
         return self._num_tokens / max(self._num_answers - unfinished, 1.0)
 
 
@@ -286,6 +304,7 @@ class PairModel:
     sampled: Calibration = field(default_factory=Calibration)  # of sequences that use rejection sampling
     history: OutputHistory = field(default_factory=OutputHistory)
     answer_len: AnswerLength = field(default_factory=AnswerLength)
+    plain_pace: Pace = field(default_factory=lambda: Pace(_PACE_HALF_LIFE))  # of verdicts without a draft step before
     first_choice_prob: float = 0.7  # how likely the draft's first choice is accepted, on average
 
     def observe_first_choice(self, prob: float) -> None:

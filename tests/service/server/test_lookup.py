@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
 
+from specbranch.core.distribution import Distribution
 from specbranch.core.round import AcceptanceHint, Signal
 from specbranch.engines.base import Row
 from specbranch.errors import EngineError, EngineFull
@@ -614,3 +616,41 @@ def test_the_compute_thread_ends_when_its_last_turn_took_the_news_of_the_end(mon
     monkeypatch.setattr(runner, "run_step", work_after_the_end)
     runner.start()
     wait_for(lambda: not runner.is_alive)
+
+
+class SlowEngine(ScriptedEngine):
+    """Takes a second for the first row of a step, a tenth for each further one, and a hundredth for other tokens."""
+
+    def __init__(self, bench: Bench, *, fails: bool = False) -> None:
+        super().__init__(DRAFT)
+        self._bench = bench
+        self._fails = fails
+
+    def run(self, rows: Sequence[Row]) -> list[Distribution]:
+        if self._fails:
+            raise EngineError("out of order")
+        num_tokens, num_outputs = sum(len(row.tokens) for row in rows), sum(row.num_outputs for row in rows)
+        self._bench.now_s += 1.0 + 0.1 * (num_outputs - 1) + 0.01 * (num_tokens - num_outputs)
+        return super().run(
+            [Row(row.handle, tuple(token % VOCAB for token in row.tokens), row.num_outputs) for row in rows]
+        )
+
+
+def test_the_times_of_draft_steps_are_known_before_the_first_session() -> None:
+    bench = Bench()
+    engine = SlowEngine(bench)
+    runner = DraftRunner(engine, bench.store, clock=lambda: bench.now_s)
+    runner.measure()
+
+    assert runner.cost.cost is not None
+    assert runner.cost.cost.at(1) == pytest.approx(1.0)
+    assert runner.cost.cost.at(8) == pytest.approx(1.7)
+    assert runner.cost.prefill_token_s == pytest.approx(0.01)
+    assert engine.num_handles == 0
+
+
+def test_an_engine_that_fails_before_the_first_session_may_still_serve(caplog: pytest.LogCaptureFixture) -> None:
+    bench = Bench()
+    DraftRunner(SlowEngine(bench, fails=True), bench.store).measure()
+
+    assert "could not be timed: out of order" in caplog.text

@@ -127,6 +127,8 @@ def draft(
         recorder = TraceRecorder(record, Path(model).name) if record else None
         observer = EventSink(timeline_recorder, recorder) if timeline or record else None
         server = Server(draft_engine, service, observer)
+        options.on_progress("timing draft steps")
+        server.runner.measure()
         try:
             _serve(server, metrics_port, until_eof)
         finally:

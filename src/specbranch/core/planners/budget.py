@@ -14,8 +14,7 @@ of depth. Where verifying a token costs the target time, tokens that will hardly
 
 With `takes_turns` draft and target never compute at the same time: they share all cores, and each gets all of them in
 its turn. The target waits as long as one more draft token is expected to save more time than its draft step takes. It
-waits for the prefill of a prompt if drafts are expected to save as much in the rest of the answer, whose length is that
-of the answers before; or once they would have saved as much in the rounds that went without.
+waits for the prefill of a prompt if drafts are expected to save as much in the rest of the answer.
 """
 
 from __future__ import annotations
@@ -27,6 +26,7 @@ from dataclasses import dataclass
 from itertools import takewhile
 
 from specbranch.core.calibration import MEMORY, TEXT
+from specbranch.core.costs import Pace
 from specbranch.core.node import Node
 from specbranch.core.planner import Planner, Predictor, Rows, Settings, Share, Window
 from specbranch.core.round import Round, Verdict
@@ -35,6 +35,7 @@ from specbranch.core.tree import Tree
 _MIN_PROB = 0.01
 _FIRST_ROUND = 1  # it begins with the first token of the answer, which nobody should wait for longer than without us
 _MIN_MEASURED = 8  # draft steps before their cost is believed: the first ones after a start are slow
+_PACE_HALF_LIFE = 8.0  # rounds of one sequence, whose text may turn from prose to a copy and back
 _MIN_GUESS_PROB = 0.1  # a guess that is verified in vain costs the target a little
 
 
@@ -76,8 +77,7 @@ class BudgetPlanner(Planner[BudgetSettings]):
         self._was_too_slow = False  # a further draft step was not worth its time
         self._last_tip: Node | None = None  # that one of them has run
         self._num_emitted = 0  # tokens of the answer
-        self._num_missed = 0  # rounds without a draft for lack of a prefill
-        self._missed_s = 0.0  # the time that drafts would have saved in them
+        self._pace, self._plain_pace = Pace(_PACE_HALF_LIFE), Pace(_PACE_HALF_LIFE)  # plain: of rounds without a wait
 
     @property
     def may_block_target(self) -> bool:
@@ -155,6 +155,11 @@ class BudgetPlanner(Planner[BudgetSettings]):
         cost = costs.draft.cost
         if cost is not None:
             costs.target.observe_wait(self._num_steps * cost.at(costs.target.num_rows))
+        num_tokens = verdict.accepted + 1
+        self._pace.observe(num_tokens)
+        if not self._num_steps:
+            self._plain_pace.observe(num_tokens)
+            costs.plain_pace.observe(num_tokens)
         if self._was_too_slow and not self._num_steps:
             costs.draft.fade(1 / max(costs.target.num_rows, 1))  # each sequence of the step comes here
         self._num_steps, self._was_too_slow = 0, False
@@ -175,7 +180,10 @@ class BudgetPlanner(Planner[BudgetSettings]):
             return tree.path_prob(tip) >= _MIN_PROB
         # While the draft computes, the whole batch waits, so each of its sequences pays an equal part of the time.
         num_rows = costs.target.num_rows
-        self._was_too_slow = self._gain_of_step(round, tip) <= costs.draft.cost.at(num_rows) / num_rows * costs.target.rate
+        # Time is worth what this sequence emits in it, which may be far from the average of texts.
+        mean = max(costs.target.tokens_per_step.committed, 1.0)
+        rate = costs.target.rate * self._pace.mean(mean) / mean
+        self._was_too_slow = self._gain_of_step(round, tip) <= costs.draft.cost.at(num_rows) / num_rows * rate
         return not self._was_too_slow
 
     def _gain_of_step(self, round: Round, tip: Node) -> float:
@@ -193,36 +201,23 @@ class BudgetPlanner(Planner[BudgetSettings]):
     def _prefill_pays(self, round: Round) -> bool:
         """Return whether the target should wait for the prefill that comes before the first draft step of this round.
 
-        It should if drafts would save as much time in the rest of the answer, at its expected length, and have saved
-        in its rounds so far. Call it once in a round, if waiting would pay without the prefill.
+        It should if drafts would save as much time in the rest of the answer. This is expected to have the length that
+        answers have on average, but at least as many tokens again as it has already.
         """
-        costs, tip = round.costs, self._tip(round.tree)
+        costs, tip, num_emitted = round.costs, self._tip(round.tree), self._num_emitted
+        draft, target, num_rows = costs.draft.cost, costs.target.cost, costs.target.num_rows
         prefill_s = round.num_unprefilled * costs.draft.prefill_token_s
-        if tip is None or costs.draft.cost is None or prefill_s <= costs.draft.cost.at(1):
-            self._missed_s = self._num_missed = 0
+        if tip is None or draft is None or target is None or prefill_s <= draft.at(1):
             return True
-        saved_s, num_tokens = self._saved_by_drafts(round, tip)
-        self._missed_s += saved_s
-        self._num_missed += 1
-        num_left = costs.answer_len.mean(costs.target.num_rows) - self._num_emitted
-        num_rounds = max(num_left, 0.0) / (max(costs.target.tokens_per_step.committed, 1.0) + num_tokens)
-        # As if one round more had gone by, in which drafts saved nothing: the first rounds say little.
-        return self._missed_s * (1 + num_rounds / (self._num_missed + 1)) >= prefill_s
-
-    def _saved_by_drafts(self, round: Round, tip: Node) -> tuple[float, float]:
-        """Return how much time draft steps from `tip` on are expected to save in this round, and how many tokens."""
-        costs = round.costs
-        if costs.draft.cost is None or not costs.target.rate:
-            return 0.0, 0.0
-        step_s = costs.draft.cost.at(costs.target.num_rows) / costs.target.num_rows
-        gain, saved_s, num_tokens = self._gain_of_step(round, tip), 0.0, 0.0
+        pace = self._plain_pace.mean(costs.plain_pace.mean(1.0))
+        round_s, num_tokens, gain = target.at(num_rows), pace, self._gain_of_step(round, tip)
+        plain_s = token_s = round_s / num_tokens
         for _ in range(self.settings.gamma):
-            if gain / costs.target.rate <= step_s:
-                break
-            saved_s += gain / costs.target.rate - step_s
-            num_tokens += gain
+            round_s, num_tokens = round_s + draft.at(num_rows), num_tokens + gain
+            token_s = min(token_s, round_s / num_tokens)
             gain *= costs.first_choice_prob
-        return saved_s, num_tokens
+        num_left = max(costs.answer_len.mean(num_rows) - num_emitted, num_emitted)
+        return (plain_s - token_s) * num_left >= prefill_s * num_rows  # all sequences of the batch wait
 
     def _rows_in_turn(self, round: Round) -> Sequence[Node]:
         """Return the nodes to run while the target waits: the last one of the drafted chain, and some guesses after it.

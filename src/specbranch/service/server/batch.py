@@ -28,6 +28,7 @@ _MIN_PAUSE_S = 0.05  # between two steps of a tenant; messages of one step come 
 _PREFILL_HALF_LIFE_S = 10.0
 _SMOOTHING = 0.1  # weight of a new time of planning
 _MIN_WINDOW, _MAX_PREFILL_S = 256, 0.5  # tokens, and the time of a prefill while a target decodes without drafts
+_WAITED_CHUNK = 256  # tokens, where all wait for a prefill: a larger chunk takes less time a token
 _MIN_PLANNED = 4  # sessions, however long planning takes
 _OTHERS_SHARE = 4  # one session in four may be one that no present tenant decodes
 _MAX_OTHERS_PLANNING_S = 0.004  # for those sessions, per step
@@ -196,7 +197,10 @@ class BatchPlanner:
         sessions, others = self._select_sessions()
         requests = self._requests(sessions, others)
         cost = self._step_cost() if self._is_shared else None
-        schedule = select_rows(requests, self._info.row_limit, self._prefill_chunk, cost, self._is_shared)
+        chunk = self._prefill_chunk
+        if all(request.session.core.waits_for_prefill for request in requests):
+            chunk = max(chunk, _WAITED_CHUNK)
+        schedule = select_rows(requests, self._info.row_limit, chunk, cost, self._is_shared)
         num_granted = sum([len(request.granted) for request in schedule.requests])
         self._counts.waiting_rows = sum([len(request.nodes) for request in requests]) - num_granted
         for request in schedule.requests:  # before any row is made: its tokens are not in the engine's cache yet

@@ -8,6 +8,7 @@ step prefills no more than one chunk, so that sessions which already draft go on
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 import queue
 import threading
@@ -17,14 +18,18 @@ from collections.abc import Callable, Sequence
 from specbranch.core.costs import StepTimeModel
 from specbranch.core.distribution import Distribution
 from specbranch.core.node import Node
-from specbranch.engines.base import DraftEngine
-from specbranch.errors import EngineError, EngineFull
+from specbranch.core.scheduler import MIN_PREFILL_CHUNK
+from specbranch.engines.base import DraftEngine, Row
+from specbranch.errors import EngineError, EngineFull, first_line
 from specbranch.service.server.batch import BatchPlanner, SessionRow
 from specbranch.service.server.draft_session import DraftSession
 from specbranch.service.server.prometheus import DraftRunnerCounts
 from specbranch.service.server.recorder import EventSink
 from specbranch.service.server.store import FaultGuard, SessionStore
 
+log = logging.getLogger(__name__)
+
+_MEASURED_PREFILL, _MEASURED_ROWS = 256, (1, 4, 8, 1)  # tokens, and the rows of draft steps
 _MAX_FAILURES = 8  # steps in a row in which the engine ran nothing: it counts as lost then
 
 
@@ -54,6 +59,34 @@ class DraftRunner:
         self.cost = StepTimeModel()
         self.counts = DraftRunnerCounts()
         self.planner = BatchPlanner(engine.info, self.faults, self.cost, self.counts, clock, prefill_chunk)
+
+    def measure(self) -> None:
+        """Time prefills and draft steps before `start`, so that the first sessions are planned with known times.
+
+        If the engine fails here, log a warning.
+        """
+
+        def timed(row: Row) -> float:
+            start_s = self._clock()
+            self._engine.run([row])
+            return self._clock() - start_s
+
+        try:
+            handle = self._engine.open()
+            length = min(_MEASURED_PREFILL, self._engine.info.max_tokens // 2)
+            for is_first in (True, False):  # the first run of everything may compile or allocate
+                self._engine.truncate(handle, 0)
+                prefill_s = timed(Row(handle, tuple(range(length))))
+                for count in _MEASURED_ROWS if is_first else _MEASURED_ROWS * 3:
+                    step_s = timed(Row(handle, tuple(range(count)), count))
+                    self._engine.truncate(handle, length)
+                    if not is_first:
+                        self.cost.observe(count, step_s)
+            if length > MIN_PREFILL_CHUNK:
+                self.cost.observe_prefill(length - 1, 1, prefill_s)
+            self._engine.close(handle)
+        except Exception as error:
+            log.warning("the draft's steps could not be timed: %s", first_line(error))
 
     def start(self) -> None:
         """Start the draft thread."""
