@@ -79,11 +79,6 @@ RUNS = (
         "--draft-cores 1`, and both work at once. Three prompts of each task; each engine answers six before the next.",
     ),
     Run(
-        "at-once",
-        "Four and sixteen requests at once on the same two cores, without AMX",
-        "The pair and the methods of the first table. Two groups of each size and task; each engine answers two before the next.",
-    ),
-    Run(
         "not-flat",
         "A target whose verification is not flat",
         "bfloat16 on a CPU that only emulates it: a step with one draft token costs about as much as three plain steps. `budget` "
