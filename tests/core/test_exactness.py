@@ -7,7 +7,7 @@ from fractions import Fraction
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from specbranch.core.distribution import RandomSource
@@ -360,6 +360,15 @@ def any_method(draw: st.DrawFn) -> tuple[str, dict[str, Any], str]:
     eos=st.sampled_from([frozenset[int](), frozenset({0}), frozenset({1, 3})]),
     c=st.floats(0.3, 9),
 )
+@example(
+    ("budget", {"gamma": 3, "max_rows": 3, "uses_memory": False, "cost_aware": False}, "always none"),
+    29,
+    0.0,
+    [0],
+    5,
+    frozenset(),
+    2.0,
+)  # two guesses after one node whose distribution is not computed
 def test_greedy_output_equals_plain_greedy_token_by_token(
     method: tuple[str, dict[str, Any], str],
     seed: int,

@@ -311,7 +311,8 @@ def frontier(
             if guess is not None and not node.children:
                 guess(node, min_prob)
         nexts = [(node, 0)] if node.position < start.position + depth else []
-        if node is not start and node.parent is not None:
+        # Of guesses after the same node only one chain can run in the step that runs this node.
+        if node is not start and node.parent is not None and node.parent.distribution is not None:
             nexts.append((node.parent, rank + 1))
         for parent, child_rank in nexts:
             min_child_prob = min_prob * math.exp(start.log_prob - parent.log_prob)
