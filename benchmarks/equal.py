@@ -90,7 +90,7 @@ def words() -> str:
     parts = (
         f"Qwen2.5-Coder-1.5B in int8, greedy, at most 64 tokens, {num_prompts} prompts of {len(tasks)} tasks, on two cores with "
         f"AVX-512 and without AMX. With its 0.5B draft model SpecBranch has {over[OWN][BARE]} times the speed of vLLM alone on the "
-        f"same two cores, and {over[OWN][PEER]} times that of `suffix` at its best setting, the best other method in vLLM; without a "
+        f"same two cores, and {over[OWN][PEER]} times that of vLLM's `suffix` at the better of two settings; without a "
         f"draft model {over[TEXT][BARE]} and {over[TEXT][PEER]} times. The first token comes after {late:.2f} times as long as "
         "with vLLM alone."
     )

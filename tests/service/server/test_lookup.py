@@ -651,6 +651,8 @@ def test_the_times_of_draft_steps_are_known_before_the_first_session() -> None:
 
 def test_an_engine_that_fails_before_the_first_session_may_still_serve(caplog: pytest.LogCaptureFixture) -> None:
     bench = Bench()
-    DraftRunner(SlowEngine(bench, fails=True), bench.store).measure()
+    engine = SlowEngine(bench, fails=True)
+    DraftRunner(engine, bench.store).measure()
 
     assert "could not be timed: out of order" in caplog.text
+    assert engine.num_handles == 0

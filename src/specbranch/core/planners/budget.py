@@ -144,24 +144,23 @@ class BudgetPlanner(Planner[BudgetSettings]):
     def learn(self, round: Round, verdict: Verdict) -> None:
         if not self.settings.takes_turns:
             return
+        costs, tree, num_tokens = round.costs, round.tree, verdict.accepted + 1
         if not self._num_emitted:
-            round.costs.answer_len.begin()
-        round.costs.answer_len.add(verdict.accepted + 1)
-        self._num_emitted += verdict.accepted + 1
-        costs, tree = round.costs, round.tree
+            costs.answer_len.begin()
+        costs.answer_len.add(num_tokens)
+        self._num_emitted += num_tokens
         for node in (tree.root, *(tree.submitted or ())):
             if node.distribution is not None and node.children:
                 costs.observe_first_choice(tree.path_prob(node.children[0], node))
         cost = costs.draft.cost
         if cost is not None:
             costs.target.observe_wait(self._num_steps * cost.at(costs.target.num_rows))
-        num_tokens = verdict.accepted + 1
         self._pace.observe(num_tokens)
         if not self._num_steps:
             self._plain_pace.observe(num_tokens)
             costs.plain_pace.observe(num_tokens)
-        if self._was_too_slow and not self._num_steps:
-            costs.draft.fade(1 / max(costs.target.num_rows, 1))  # each sequence of the step comes here
+            if self._was_too_slow:
+                costs.draft.fade(1 / costs.target.num_rows)  # each sequence of the step comes here
         self._num_steps, self._was_too_slow = 0, False
 
     def _tip(self, tree: Tree) -> Node | None:
@@ -204,7 +203,7 @@ class BudgetPlanner(Planner[BudgetSettings]):
         It should if drafts would save as much time in the rest of the answer. This is expected to have the length that
         answers have on average, but at least as many tokens again as it has already.
         """
-        costs, tip, num_emitted = round.costs, self._tip(round.tree), self._num_emitted
+        costs, tip = round.costs, self._tip(round.tree)
         draft, target, num_rows = costs.draft.cost, costs.target.cost, costs.target.num_rows
         prefill_s = round.num_unprefilled * costs.draft.prefill_token_s
         if tip is None or draft is None or target is None or prefill_s <= draft.at(1):
@@ -216,7 +215,7 @@ class BudgetPlanner(Planner[BudgetSettings]):
             round_s, num_tokens = round_s + draft.at(num_rows), num_tokens + gain
             token_s = min(token_s, round_s / num_tokens)
             gain *= costs.first_choice_prob
-        num_left = max(costs.answer_len.mean(num_rows) - num_emitted, num_emitted)
+        num_left = max(costs.answer_len.mean(num_rows) - self._num_emitted, self._num_emitted)
         return (plain_s - token_s) * num_left >= prefill_s * num_rows  # all sequences of the batch wait
 
     def _rows_in_turn(self, round: Round) -> Sequence[Node]:

@@ -73,20 +73,22 @@ class DraftRunner:
 
         try:
             handle = self._engine.open()
-            length = min(_MEASURED_PREFILL, self._engine.info.max_tokens // 2)
-            for is_first in (True, False):  # the first run of everything may compile or allocate
-                self._engine.truncate(handle, 0)
-                prefill_s = timed(Row(handle, tuple(range(length))))
-                for count in _MEASURED_ROWS if is_first else _MEASURED_ROWS * 3:
-                    step_s = timed(Row(handle, tuple(range(count)), count))
-                    self._engine.truncate(handle, length)
-                    if not is_first:
-                        self.cost.observe(count, step_s)
-            if length > MIN_PREFILL_CHUNK:
-                self.cost.observe_prefill(length - 1, 1, prefill_s)
-            self._engine.close(handle)
+            try:
+                length = min(_MEASURED_PREFILL, self._engine.info.max_tokens // 2)
+                for is_first in (True, False):  # the first run of everything may compile or allocate
+                    self._engine.truncate(handle, 0)
+                    prefill_s = timed(Row(handle, tuple(range(length))))
+                    for count in _MEASURED_ROWS if is_first else _MEASURED_ROWS * 3:
+                        step_s = timed(Row(handle, tuple(range(count)), count))
+                        self._engine.truncate(handle, length)
+                        if not is_first:
+                            self.cost.observe(count, step_s)
+                if length > MIN_PREFILL_CHUNK:
+                    self.cost.observe_prefill(length - 1, 1, prefill_s)
+            finally:
+                self._engine.close(handle)
         except Exception as error:
-            log.warning("the draft's steps could not be timed: %s", first_line(error))
+            log.warning("the draft steps could not be timed: %s", first_line(error))
 
     def start(self) -> None:
         """Start the draft thread."""
