@@ -13,7 +13,16 @@ from specbranch.core import calibration
 from specbranch.core.calibration import LENGTHS, MEMORY, SHARES, TEXT, Grounds, prior_guess_prob
 from specbranch.core.costs import PairModel
 from specbranch.core.distribution import Distribution
-from specbranch.core.ngram import MAX_MATCH, HistoryBudget, Match, NgramDrafter, NgramIndex, OutputHistory, PastOutput
+from specbranch.core.ngram import (
+    MAX_MATCH,
+    HistoryBudget,
+    Match,
+    NgramDrafter,
+    NgramIndex,
+    OutputHistory,
+    PastOutput,
+    _hash,
+)
 from specbranch.core.node import GreedyPicker
 from specbranch.core.tree import Tree
 from tests.root import ROOT
@@ -313,3 +322,13 @@ def test_only_the_newest_of_many_positions_with_the_same_three_tokens_vote() -> 
 
     assert lens == [[3] * 10 + [4], [3] * 16]
     assert MAX_MATCH == 16
+
+
+def test_a_position_is_looked_for_among_the_64_newest_of_its_place_in_the_table() -> None:
+    # All of these tokens hash to the first of 512 places, and the table has fewer.
+    tokens = [token for token in range(60_000) if _hash([token]) < 2**23]
+    sought = tokens[0]
+
+    found = [indexed([*tokens[: 1 + others], 0]).matches([sought]) for others in (63, 64)]
+
+    assert [len(matches) for matches in found] == [1, 0]
