@@ -17,11 +17,12 @@ def main() -> None:
     parser.add_argument("--cores", help="of a draft on the CPU, such as 6,7; VLLM_CPU_OMP_THREADS_BIND has the others")
     parser.add_argument("--planner", default="budget", help="how much to draft and submit: see `specbranch plan`")
     parser.add_argument("--memory", type=float, default=0.8, help="share of memory that vLLM may take")
+    parser.add_argument("--record", help="a file for a trace of this pair, which examples/simulate.py reads")
     parser.add_argument("--eager", action="store_true", help="do not compile the model: starts sooner, decodes slower")
     args = parser.parse_args()
 
     cores = [int(core) for core in args.cores.split(",")] if args.cores else None
-    with DraftServer(args.draft, device=args.device, cores=cores) as draft:
+    with DraftServer(args.draft, device=args.device, cores=cores, record=args.record) as draft:
         from vllm import LLM, SamplingParams
 
         llm = LLM(

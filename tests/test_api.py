@@ -56,6 +56,8 @@ def test_a_simulation_says_what_is_missing() -> None:
     trace = make_trace(PAIRS["llama3-8b-70b"], 1, 20, random.Random(0))
 
     assert simulate(trace, "pearl", c=5).stats.emitted == 20
+    assert simulate(trace, "sps", c=5).method.settings["gamma"] == 5, "planners that are compared have the same window"
+    assert simulate(trace, "sps", c=5, gamma=2).method.settings["gamma"] == 2
     with pytest.raises(SettingError, match="c=6, or a Layout"):
         simulate(trace, "pearl")
     with pytest.raises(SettingError, match="did you mean 'pearl'"):

@@ -177,8 +177,9 @@ def test_a_dead_reference_would_be_noticed() -> None:
     page = ROOT / "docs" / "metrics.md"
     text = """# One
 
-`tests/plugins/test_endpoint.py`, `tests/vllm/test_endpoint.py`, results/crowded_cache.json, studies/99-none, `planner/`
-and `plannings/`, `core/tree.py`, `core/bush.py`, [here](#one), [there](#two), [page](nowhere.md), [log](log.md#nothing)
+`tests/plugins/test_endpoint.py`, `tests/vllm/test_endpoint.py`, results/crowded_cache.json, studies/99-none,
+`extension/` and `plannings/`, `core/tree.py`, `core/bush.py`,
+[here](#one), [there](#two), [page](nowhere.md), [log](log.md#nothing)
 
 ```toml
 # Two
@@ -308,3 +309,7 @@ def test_every_extra_that_a_page_names_exists_and_none_is_for_both_kinds_of_vllm
 
         assert extras <= known.keys(), found
         assert not {"vllm", "cpu"} <= extras, found
+
+
+def test_the_page_of_planners_is_made_from_their_settings() -> None:
+    subprocess.run([sys.executable, ROOT / "scripts" / "planners.py", "--check"], check=True)

@@ -12,37 +12,68 @@ from typing import TYPE_CHECKING, Any
 from specbranch.version import __version__
 
 if TYPE_CHECKING:
-    from specbranch.core.planners import Planner, Settings, register_planner
+    from specbranch.core.node import Node
+    from specbranch.core.planner import Rows, Share, Window
+    from specbranch.core.planners import Planner, Predictor, Settings, register_planner
+    from specbranch.core.planners.predictors import register_predictor
+    from specbranch.core.round import Round, Signal
     from specbranch.draft_server import DraftServer
     from specbranch.engines.base import DraftEngine
     from specbranch.engines.registry import register_engine
     from specbranch.errors import SpecBranchError
-    from specbranch.simulation.simulate import simulate
+    from specbranch.simulation.presets import PAIRS, ModelPair, make_trace
+    from specbranch.simulation.simulate import Layout, Method, simulate
     from specbranch.trace import Trace
 
 
 __all__ = [
+    "PAIRS",
     "DraftEngine",
     "DraftServer",
+    "Layout",
+    "Method",
+    "ModelPair",
+    "Node",
     "Planner",
+    "Predictor",
+    "Round",
+    "Rows",
     "Settings",
+    "Share",
+    "Signal",
     "SpecBranchError",
     "Trace",
+    "Window",
     "__version__",
+    "make_trace",
     "register_engine",
     "register_planner",
+    "register_predictor",
     "simulate",
 ]
 
 _HOMES = {
     "DraftEngine": "specbranch.engines.base",
     "DraftServer": "specbranch.draft_server",
+    "Layout": "specbranch.simulation.simulate",
+    "Method": "specbranch.simulation.simulate",
+    "ModelPair": "specbranch.simulation.presets",
+    "Node": "specbranch.core.node",
+    "PAIRS": "specbranch.simulation.presets",
     "Planner": "specbranch.core.planners",
+    "Predictor": "specbranch.core.planners",
+    "Round": "specbranch.core.round",
+    "Rows": "specbranch.core.planner",
     "Settings": "specbranch.core.planners",
+    "Share": "specbranch.core.planner",
+    "Signal": "specbranch.core.round",
     "SpecBranchError": "specbranch.errors",
     "Trace": "specbranch.trace",
+    "Window": "specbranch.core.planner",
+    "make_trace": "specbranch.simulation.presets",
     "register_engine": "specbranch.engines.registry",
     "register_planner": "specbranch.core.planners",
+    "register_predictor": "specbranch.core.planners.predictors",
     "simulate": "specbranch.simulation.simulate",
 }
 

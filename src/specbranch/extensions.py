@@ -1,12 +1,12 @@
-"""Load what other packages provide: planners by entry points, and libraries that only some extras install.
+"""Load what other packages provide: planners and predictors by entry points, and libraries that only extras install.
 
-A package names its planner class in its pyproject.toml:
+A package names its class in its pyproject.toml:
 
     [project.entry-points."specbranch.planners"]
     mine = "my_package:MyPlanner"
 
-Then `mine` can be used wherever a planner is named: in the simulator, in a draft service, in vLLM. Engines use the
-group `specbranch.engines` in the same way (`specbranch.engines.registry`).
+Then `mine` can be used wherever a planner is named: in the simulator, in a draft service, in vLLM. Predictors use the
+group `specbranch.predictors` in the same way, and engines `specbranch.engines` (`specbranch.engines.registry`).
 """
 
 from __future__ import annotations
@@ -20,27 +20,29 @@ from importlib.metadata import EntryPoint, distributions
 from typing import Any
 
 from specbranch.core.planners import register_planner
+from specbranch.core.planners.predictors import register_predictor
 from specbranch.errors import EngineError
 
 log = logging.getLogger(__name__)
 
-PLANNERS_GROUP = "specbranch.planners"
+_GROUPS = {"planner": register_planner, "predictor": register_predictor}
 TORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 # From PyPI, torch comes with several gigabytes for CUDA.
 _MORE = {"torch": f" (without GPUs add --extra-index-url {TORCH_CPU_INDEX})"}
 
 
 @cache
-def load_planners() -> None:
-    """Register the planners that installed packages provide; further calls do nothing.
+def load_extensions() -> None:
+    """Register the planners and predictors that installed packages provide; further calls do nothing.
 
-    A planner that cannot be loaded is skipped, and a warning is logged.
+    A class that cannot be loaded is skipped, and a warning is logged.
     """
-    for package, point in iter_entry_points(PLANNERS_GROUP):
-        try:
-            register_planner(point.name)(point.load())
-        except Exception as error:  # code of another package can raise anything
-            log.warning("planner %r of package %s cannot be used: %s", point.name, package, error)
+    for kind, register in _GROUPS.items():
+        for package, point in iter_entry_points(f"specbranch.{kind}s"):
+            try:
+                register(point.name)(point.load())
+            except Exception as error:  # code of another package can raise anything
+                log.warning("%s %r of package %s cannot be used: %s", kind, point.name, package, error)
 
 
 def iter_entry_points(group: str) -> Iterator[tuple[str, EntryPoint]]:

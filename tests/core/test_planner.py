@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from dataclasses import dataclass, fields
+from typing import Annotated, Any, Literal
 
 import pytest
 from hypothesis import given, settings
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 from specbranch.core.costs import PairModel
 from specbranch.core.distribution import Distribution
 from specbranch.core.node import GreedyPicker
+from specbranch.core.planner import Bounds, Settings, describe_setting
 from specbranch.core.planners import PLANNERS, SettingError, make_planner, setting_names
 from specbranch.core.planners.predictors import ConstantPredictor
 from specbranch.core.round import Signal
@@ -126,3 +128,53 @@ def test_guesses_are_bounded_by_what_is_drafted_for_all_of_them() -> None:
     make_planner("ssd", {"gamma": 24, "num_guesses": 64}, ConstantPredictor(Signal.SOME))
     with pytest.raises(SettingError, match=r"gamma times num_guesses is 1600.*give 1536 at most"):
         make_planner("ssd", {"gamma": 40, "num_guesses": 40}, ConstantPredictor(Signal.SOME))
+
+
+@dataclass(frozen=True, slots=True)
+class PlainSettings(Settings):
+    """Settings with plain types, as an author of a planner writes them first."""
+
+    depth: int = 3
+    share: float = 0.5
+    is_bold: bool = False
+    kind: Literal["a", "b"] = "a"
+    name: str = "x"
+    rows: Annotated[int, "of a step", Bounds(1, 4)] = 2
+
+
+def test_settings_may_have_plain_types() -> None:
+    assert PlainSettings(depth=-7, share=2, is_bold=True, kind="b", name="", rows=4).depth == -7
+    for name, wrong, advice in (
+        ("depth", 1.5, "give a whole number"),
+        ("depth", True, "give a whole number"),
+        ("share", math.inf, "give a number"),
+        ("share", "1", "give a number"),
+        ("is_bold", 1, "give true or false"),
+        ("kind", "c", "choose from a, b"),
+        ("name", 3, "give a text"),
+        ("rows", 5, "give a whole number from 1 to 4"),
+    ):
+        with pytest.raises(SettingError, match=f"PlainSettings.{name} is .*; {advice}$"):
+            PlainSettings(**{name: wrong})  # type: ignore[arg-type]
+
+
+def test_what_a_setting_may_be_is_said_in_words() -> None:
+    said = {field.name: describe_setting(PlainSettings, field.name) for field in fields(PlainSettings)}
+
+    assert said == {
+        "depth": "whole number",
+        "share": "number",
+        "is_bold": "true or false",
+        "kind": "a, b",
+        "name": "text",
+        "rows": "whole number from 1 to 4",
+    }
+
+
+def test_a_setting_of_another_type_is_refused_with_the_types_there_are() -> None:
+    @dataclass(frozen=True, slots=True)
+    class Listed(Settings):
+        sizes: tuple[int, ...] = ()
+
+    with pytest.raises(SettingError, match="a setting is a bool, an int, a float, a str or a Literal"):
+        Listed()

@@ -21,7 +21,7 @@ from tests.root import ROOT
 from tests.toys import three_token_pair, two_token_pair
 
 EXAMPLES = ROOT / "examples"
-PLANNER = EXAMPLES / "planner"
+EXTENSION = EXAMPLES / "extension"
 
 
 def run(*words: str, python: str = sys.executable, timeout_s: float = 280, bind: str = "auto") -> str:
@@ -62,7 +62,7 @@ def new_environment(directory: Path, package: Path) -> str:
 @pytest.fixture(scope="session")
 def python(tmp_path_factory: pytest.TempPathFactory) -> str:
     """Make an environment with the example's package; return its Python."""
-    return new_environment(tmp_path_factory.mktemp("environment"), PLANNER)
+    return new_environment(tmp_path_factory.mktemp("environment"), EXTENSION)
 
 
 def test_planners_are_compared_on_a_recorded_trace(trace: str) -> None:
@@ -94,11 +94,31 @@ def test_the_command_line_knows_it_and_its_settings(python: str) -> None:
     assert "did you mean 'cautious'?" in wrong.stderr
 
 
+def test_a_predictor_of_another_package_is_simulated_by_its_name(python: str) -> None:
+    words = ("simulate", "--tokens", "500", "--planners", "specbranch", "--correlation", "0.4", "--predictor")
+    printed = run("-m", "specbranch", *words, "stretch", "--json", python=python)
+    other = run("-m", "specbranch", *words, "confidence", "--json", python=python)
+
+    stretch, confidence = (json.loads(text.splitlines()[-1])["planners"]["specbranch"] for text in (printed, other))
+    assert stretch["speedup"] > 1
+    assert stretch["rolled_back"] != confidence["rolled_back"]
+
+
+def test_the_example_classes_have_under_thirty_lines_each() -> None:
+    for name in ("planner", "predictor"):
+        source = (EXTENSION / "src" / "own_ideas" / f"{name}.py").read_text()
+        code = re.sub(r'"""(?s:.*?)"""', "", source)
+        assert len([line for line in code.splitlines() if line.strip()]) < 30
+
+
 def test_a_package_that_cannot_be_loaded_costs_a_warning_and_nothing_else(trace: str, tmp_path: Path) -> None:
     broken = tmp_path / "broken-1.dist-info"
     broken.mkdir()
     (broken / "METADATA").write_text("Metadata-Version: 2.1\nName: broken\nVersion: 1\n")
-    (broken / "entry_points.txt").write_text("[specbranch.planners]\nbroken = nowhere:Planner\npearl = builtins:int\n")
+    (broken / "entry_points.txt").write_text(
+        "[specbranch.planners]\nbroken = nowhere:Planner\npearl = builtins:int\n"
+        "[specbranch.predictors]\noracle = builtins:int\n"
+    )
     damaged = tmp_path / "damaged-1.dist-info"
     damaged.mkdir()
     (damaged / "METADATA").write_text("Metadata-Version: 2.1\nName: damaged\nVersion: 1\n")
@@ -116,12 +136,13 @@ print(simulate(Trace.read({trace!r}), "pearl", c=5).speedup > 1)
     assert "planner 'broken' of package broken cannot be used" in done.stderr
     assert "ignoring the package 'damaged'" in done.stderr
     assert "planner 'pearl' of package broken cannot be used" in done.stderr
+    assert "predictor 'oracle' of package broken cannot be used" in done.stderr
 
 
 def test_the_example_leaves_the_distribution_exact(monkeypatch: pytest.MonkeyPatch) -> None:
     """Enumeration in rational numbers, as for our own planners, with verification by match as in vLLM."""
-    monkeypatch.syspath_prepend(str(PLANNER / "src"))
-    example = importlib.import_module("cautious_planner")
+    monkeypatch.syspath_prepend(str(EXTENSION / "src"))
+    example = importlib.import_module("own_ideas.planner")
 
     for waits, pair, ending in (
         (False, two_token_pair(), StopCondition(max_new_tokens=3)),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import statistics
+from dataclasses import replace
 
 import pytest
 
@@ -51,6 +52,24 @@ def test_a_made_trace_has_the_acceptance_and_the_shape_of_its_pair(name: str) ->
     assert trace.match_share() == pytest.approx(pair.acceptance, abs=0.018)
     assert shape.concentration == pytest.approx(CONCENTRATION, rel=0.15)
     assert abs(shape.neighbour_correlation) < 0.04
+
+
+@pytest.mark.parametrize("correlation", [0.2, 0.48])
+def test_confidences_of_neighbours_are_alike_if_the_pair_says_so(correlation: float) -> None:
+    pair = replace(PAIRS["vicuna-68m-13b"], correlation=correlation)
+    shape = fit_shape(make_trace(pair, 40, 500, random.Random(3)))
+
+    assert shape.neighbour_correlation == pytest.approx(correlation, abs=0.04)
+    assert shape.mean == pytest.approx(pair.acceptance, abs=0.018)
+    assert shape.concentration == pytest.approx(CONCENTRATION, rel=0.15)
+
+
+def test_recorded_confidences_of_neighbours_are_alike() -> None:
+    """The range that `simulate --help` names."""
+    found = [fit_shape(read_trace(path)).neighbour_correlation for path in ROOT.glob("traces/*.gz")]
+
+    assert len(found) == 4
+    assert round(min(found), 2) == 0.18 and round(max(found), 2) == 0.48
 
 
 def test_the_token_ids_of_a_made_trace_tell_nothing_of_their_rank() -> None:

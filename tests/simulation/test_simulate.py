@@ -11,7 +11,7 @@ from specbranch.core.planners import PLANNERS, SettingError
 from specbranch.core.round import Signal
 from specbranch.simulation.presets import PAIRS, ModelPair, make_trace
 from specbranch.simulation.scripted import ReplayDraft, ReplayTarget
-from specbranch.simulation.simulate import PREDICTORS, Layout, Method, best_gamma, method_for, simulate
+from specbranch.simulation.simulate import Layout, Method, best_gamma, method_for, simulate, simulated_predictors
 from specbranch.trace import Trace, TraceError
 from tests.toys import make_iid_trace
 
@@ -30,7 +30,7 @@ def test_every_planner_emits_the_whole_trace(planner: str, weak_trace: Trace) ->
     assert outcome.stats.emitted == weak_trace.num_tokens
 
 
-@pytest.mark.parametrize("predictor", PREDICTORS)
+@pytest.mark.parametrize("predictor", simulated_predictors())
 def test_every_predictor_leaves_the_text_as_it_is(predictor: str, weak_trace: Trace) -> None:
     trace = foreseeing_all(weak_trace)
     outcome = simulate(trace, method_for("specbranch", WEAK, predictor), Layout(WEAK.c))
@@ -145,6 +145,7 @@ def test_figures_come_under_the_names_that_every_command_uses(weak_trace: Trace)
 
     assert set(figures) == {
         "speedup", "emitted_per_round", "hit_rate", "rolled_back", "losing", "used", "wait_share", "rows_per_round",
+        "rollback_rate", "rollback_rate_with_losing",
     }  # fmt: skip
     assert set(figures["rolled_back"]) == {"rejected", "unused", "cut"}
 

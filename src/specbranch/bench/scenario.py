@@ -20,7 +20,7 @@ from specbranch import machine
 from specbranch.core.planners import SettingError, planner_names, suggest
 from specbranch.engines.models import check_model_exists, resolve_model, weight_bytes
 from specbranch.errors import SpecBranchError
-from specbranch.extensions import load_planners
+from specbranch.extensions import load_extensions
 from specbranch.launch.child import join_cores
 from specbranch.launch.draft_process import DraftServiceOptions
 from specbranch.launch.vllm_flags import known_speculation
@@ -220,7 +220,7 @@ def scenario_of(document: dict[str, Any]) -> Scenario:
 
 def read_scenario(path: Path) -> Scenario:
     """Read a scenario file and check its contents; raise `ScenarioError` or `SettingError` if they are wrong."""
-    load_planners()
+    load_extensions()
     try:
         scenario = msgspec.toml.decode(path.read_bytes(), type=Scenario)
     except OSError as error:

@@ -21,7 +21,7 @@ from specbranch.cli.commands.top import top
 from specbranch.cli.commands.train import train
 from specbranch.cli.console import print_help_alone
 from specbranch.cli.options import FLAGS_GO_THROUGH, example
-from specbranch.extensions import load_planners
+from specbranch.extensions import load_extensions
 from specbranch.version import __version__
 
 app = typer.Typer(
@@ -48,7 +48,7 @@ def main(
     ] = False,
 ) -> None:
     """Parallel speculative decoding for vLLM: a small draft model on its own device keeps continuations ready."""
-    load_planners()
+    load_extensions()
     print_help_alone(context)
 
 

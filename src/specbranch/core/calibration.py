@@ -22,7 +22,7 @@ _RATE = 0.2  # learning rate of a line
 _RANKS = 8  # further ranks use the correction of the last one
 _PRIOR = 4.0  # weight of the assumption before any verdict, in observations
 _GUESS_PRIOR = 20.0  # weight of the assumption about guesses before any was observed, in observations
-_TRUST_PRIOR = 8.0  # the same for what one sequence shows of its guesses
+_TRUST_PRIOR = 100.0  # the same for what one sequence shows of its guesses; less is too sure of the likeliest ones
 _MIN_DOUBT = 1e-4  # confidence is limited to values this far from 0 and from 1
 _KEPT_PRIOR = 0.5, 1.2  # initial slope and shift: at a confidence of 0.56, 0.79 of the sampled tokens are accepted
 

@@ -11,6 +11,7 @@ One planner object serves one sequence. It is called on every verdict, so its me
 from __future__ import annotations
 
 import difflib
+import math
 import reprlib
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -56,7 +57,8 @@ Share = Annotated[float, Bounds(0, 1)]
 class Settings:
     """Base class of the settings of a planner; an invalid value raises `SettingError`.
 
-    A field is a bool, a `Literal`, or a number with its `Bounds`.
+    A field is a bool, an int, a float, a str or a `Literal`. `Annotated[int, Bounds(1, 8)]` bounds a number; without
+    bounds it must be finite.
     """
 
     def __post_init__(self) -> None:
@@ -72,20 +74,47 @@ def _kinds(settings: type[Settings]) -> dict[str, Any]:
     return get_type_hints(settings, include_extras=True)
 
 
-def _advice(kind: Any, value: object) -> str | None:
-    """Return the part of an error message that says which values are valid for a setting of type `kind`.
+def describe_setting(settings: type[Settings], name: str) -> str:
+    """Return which values a setting may have, such as "whole number from 1 to 64"."""
+    kind, bounds = _type_and_bounds(_kinds(settings)[name])  # type: ignore[arg-type]
+    advice = _what(kind, bounds)
+    return advice.removeprefix("give a ").removeprefix("give ").removeprefix("choose from ")
+
+
+def _type_and_bounds(kind: Any) -> tuple[Any, Bounds | None]:
+    if get_origin(kind) is not Annotated:
+        return kind, None
+    number, *notes = get_args(kind)
+    return number, next((note for note in notes if isinstance(note, Bounds)), None)
+
+
+def _what(kind: Any, bounds: Bounds | None = None) -> str:
+    """Return which values of a type and within bounds are valid, as an order."""
+    if kind is bool:
+        return "give true or false"
+    if get_origin(kind) is Literal:
+        return f"choose from {', '.join(get_args(kind))}"
+    if kind is str:
+        return "give a text"
+    return f"give a {'whole ' if kind is int else ''}number{f' {bounds}' if bounds else ''}"
+
+
+def _advice(annotation: Any, value: object) -> str | None:
+    """Return the part of an error message that says which values are valid for a setting of type `annotation`.
 
     Return None if `value` is valid.
     """
-    if kind is bool:
-        return None if isinstance(value, bool) else "give true or false"
+    kind, bounds = _type_and_bounds(annotation)
     if get_origin(kind) is Literal:
-        return None if value in get_args(kind) else f"choose from {', '.join(get_args(kind))}"
-    number, bounds = get_args(kind)
-    types = (int,) if number is int else (int, float)
-    if isinstance(value, types) and not isinstance(value, bool) and bounds.hold(value):
-        return None
-    return f"give a {'whole ' if number is int else ''}number {bounds}"
+        is_valid = value in get_args(kind)
+    elif kind in (bool, str):
+        is_valid = isinstance(value, kind)
+    elif kind in (int, float):
+        is_number = isinstance(value, int if kind is int else (int, float)) and not isinstance(value, bool)
+        is_valid = is_number and (bounds.hold(value) if bounds else math.isfinite(value))  # type: ignore[arg-type]
+    else:
+        return f"its type is {kind}; a setting is a bool, an int, a float, a str or a Literal"
+    return None if is_valid else _what(kind, bounds)
 
 
 def suggest(name: str, known: Sequence[str]) -> str:

@@ -77,10 +77,10 @@ class TextDrafter:
             return []
 
     def observe_step(self, num_rows: int, num_submitted: int, num_committed: int, step_s: float) -> None:
-        """Learn from the time of a target step, without drafts of the service, what verifying draft tokens costs.
+        """Learn from the time of a target step what verifying draft tokens costs.
 
-        The step had `num_rows` sequences and took `step_s` seconds. It verified `num_submitted` tokens of text drafts
-        and committed `num_committed` tokens; both numbers are sums over all sequences.
+        The step had `num_rows` sequences and took `step_s` seconds. It verified `num_submitted` draft tokens, those of
+        a draft service included, and committed `num_committed` tokens; both numbers are sums over all sequences.
         """
         try:
             self._costs.observe_step(num_rows, num_submitted, num_committed, step_s)

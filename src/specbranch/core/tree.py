@@ -318,6 +318,17 @@ class RollbackCounts:
         """Number of drafted tokens that verdicts rolled back, for any cause."""
         return self.rejected + self.unused + self.cut
 
+    @property
+    def rollback_rate(self) -> float:
+        """The share of drafted tokens that were rolled back, as papers count it: branches that lost do not count."""
+        lost = self.rolled_back - self.losing
+        return lost / (lost + self.used) if lost + self.used else 0.0
+
+    @property
+    def rollback_rate_with_losing(self) -> float:
+        """The share of all drafted tokens that were rolled back."""
+        return self.rolled_back / (self.rolled_back + self.used) if self.rolled_back + self.used else 0.0
+
     def add(self, other: RollbackCounts) -> None:
         """Add the counters of `other` to those of the same names."""
         for one in fields(other):

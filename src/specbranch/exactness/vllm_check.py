@@ -28,7 +28,7 @@ from specbranch.exactness.vllm_findings import (
     same_distribution,
     seeds_repeat,
 )
-from specbranch.extensions import load_planners
+from specbranch.extensions import load_extensions
 from specbranch.launch.draft_process import DraftProcess, DraftServiceOptions
 from specbranch.launch.vllm_engine import Engine, LocalEngineOptions
 from specbranch.launch.vllm_worker import DecodeJob, DecodeResult, PromptRequest, TargetProcess
@@ -139,7 +139,7 @@ def check(options: CheckOptions, listen: Listener) -> Report:
     distributions, in the data type in which the model is served. `listen` is called with the stage, the number of
     requests done and the number of all requests.
     """
-    load_planners()
+    load_extensions()
     with contextlib.ExitStack() as stack:
         logs = stack.enter_context(tempfile.TemporaryDirectory(prefix="specbranch-check-"))
         draft = stack.enter_context(DraftProcess(options.draft, on_progress=lambda stage: listen(stage, None, None)))

@@ -14,7 +14,7 @@ import numpy as np
 
 from specbranch.engines.vocabulary import VocabFingerprint
 from specbranch.service.client.gate import Gate
-from specbranch.service.client.interface import DraftSettings, SequenceUpdate
+from specbranch.service.client.interface import NO_ANSWER, DraftSettings, SequenceUpdate
 from specbranch.service.client.pool import draft_client
 
 TokenArray = np.ndarray[Any, np.dtype[Any]]
@@ -41,6 +41,7 @@ class SingleSequenceDrafts:
         self._num_from_service = 0  # of these tokens
         self._was_asked = False  # whether the client was asked in the last call
         self._called_s = 0.0
+        self._waited_s = 0.0  # for the service, in the last call
         self.num_accepted = 0  # draft tokens of all sequences
 
     def announce_prompt(self, prompt: TokenArray) -> None:
@@ -93,13 +94,15 @@ class SingleSequenceDrafts:
             name=str(self._num_texts),
             has_recurring_noise=has_recurring_noise,
         )
-        draft: list[int] = []
+        answer = NO_ANSWER
         if self._client is not None and self._was_asked:
-            draft = self._client.propose([update], step_s if was_asked and not num_from_text else None)[0].tokens
-        had_drafts, self._num_from_service = self._num_from_service > 0, min(len(draft), max_len)
-        if self._text_drafter is not None and max_len and not draft:
-            if step_s is not None and not had_drafts:
-                self._text_drafter.observe_step(1, num_from_text, num_new, step_s)
+            (answer,) = self._client.propose([update], step_s if was_asked and not num_from_text else None)
+        draft = answer.tokens
+        self._num_from_service = min(len(draft), max_len)
+        waited_s, self._waited_s = self._waited_s, time.monotonic() - now_s
+        if self._text_drafter is not None and step_s is not None:
+            self._text_drafter.observe_step(1, self._num_drafted, num_new, max(step_s - waited_s, 0.0))
+        if self._text_drafter is not None and max_len and answer is NO_ANSWER:
             draft = self._text_drafter.draft(str(self._num_texts), text, update.num_new, max_len, has_recurring_noise)
         self._text, self._num_drafted, self._called_s = text, min(len(draft), max_len), now_s
         return draft[:max_len]

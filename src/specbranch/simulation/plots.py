@@ -1,38 +1,32 @@
-"""Plot a simulation with matplotlib: the first rounds of draft and target over time, and speed against c.
-
-c is the target's step time divided by the draft's.
-"""
+"""Plot simulations with Matplotlib: the first rounds of draft and target over time, and speed against a parameter."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from specbranch.extensions import load_pyplot
+from specbranch.simulation.comparison import PlannerComparison, Sweep
 from specbranch.simulation.loop import DraftStep, Step, TargetStep
-from specbranch.simulation.presets import ModelPair
-from specbranch.simulation.simulate import Layout, Method, simulate
+from specbranch.simulation.simulate import SimulationResult, simulate
 from specbranch.trace import Trace
 
 _USED, _LOST, _TARGET, _WAIT = "#2a9d8f", "#e9c9b1", "#264653", "#f4f1ea"
 _HIT, _MISS = "#2a9d8f", "#d1495b"
 _CURVES = ("#8d99ae", "#6a4c93", "#1982c4", "#d1495b", "#f4a261", "#2a9d8f", "#264653")
 
-MethodOf = Callable[[str, ModelPair], Method]
+_RATIOS = (2, 3, 4, 5, 6, 8, 10, 12, 16)
 
 
-def plot_simulation(
-    path: Path, title: str, pair: ModelPair, trace: Trace, planners: list[str], method_of: MethodOf, seed: int
-) -> None:
-    """Simulate the planners on a trace of the pair, and draw their first rounds and their speeds to one file.
+def plot_comparison(path: Path, comparison: PlannerComparison, trace: Trace) -> None:
+    """Simulate the planners, and draw their first rounds, and their speeds against c, to one file.
 
-    The suffix of `path` sets the format. `method_of` returns the method for a planner's name and a pair; `seed` is that
-    of the simulations.
+    The suffix of `path` sets the format. `trace` is the comparison's.
     """
     pyplot = load_pyplot()
-    shown = [name for name in planners if name != "none"]
+    shown = [name for name in comparison.planners if name != "none"]
     heights = [1.0] * len(shown) + [3.2]
     figure, axes = pyplot.subplots(
         len(heights),
@@ -42,21 +36,42 @@ def plot_simulation(
         layout="constrained",
         squeeze=False,
     )
-    horizon_s = pair.c * 9
+    horizon_s = comparison.pair.c * 9
     for axis, name in zip(axes[:-1, 0], shown, strict=True):
-        _draw_lanes(axis, name, _first_steps(trace, name, pair, method_of, seed), horizon_s)
+        _draw_lanes(axis, name, _first_steps(comparison, trace, name), horizon_s)
     if shown:
         axes[len(shown) - 1, 0].set_xlabel("time, in draft steps of one row")
-        _draw_legend(axes[0, 0], title)
-    _draw_speed(axes[-1, 0], pair, trace, planners, method_of, seed)
+        _draw_legend(axes[0, 0], comparison.pair.name)
+    short = replace(comparison, recorded=replace(trace, answers=trace.answers[:8]), has_best_gamma=False)
+    sweep = Sweep("c", _RATIOS)
+    axis = axes[-1, 0]
+    _draw_sweep(axis, sweep, sweep.run(short))
+    axis.set_title("Speed over plain decoding against c (window gamma = c)", loc="left", fontweight="bold")
+    axis.set_xlabel("c: target step time / draft step time")
     figure.savefig(path, dpi=140)
     pyplot.close(figure)
 
 
-def _first_steps(trace: Trace, planner: str, pair: ModelPair, method_of: MethodOf, seed: int) -> list[Step]:
+def plot_sweep(
+    path: Path, comparison: PlannerComparison, sweep: Sweep, points: Sequence[Mapping[str, SimulationResult]]
+) -> None:
+    """Draw the speed of each planner against the parameter of a sweep; the suffix of `path` sets the format.
+
+    `points` holds the results for each value of the sweep.
+    """
+    pyplot = load_pyplot()
+    figure, axis = pyplot.subplots(figsize=(9, 5), layout="constrained")
+    _draw_sweep(axis, sweep, points)
+    axis.set_title(f"{comparison.pair.name}: speed over plain decoding", loc="left", fontweight="bold")
+    axis.set_xlabel("c: target step time / draft step time" if sweep.name == "c" else sweep.name)
+    figure.savefig(path, dpi=140)
+    pyplot.close(figure)
+
+
+def _first_steps(comparison: PlannerComparison, trace: Trace, planner: str) -> list[Step]:
     steps: list[Step] = []
     short = replace(trace, answers=trace.answers[:1])
-    simulate(short, method_of(planner, pair), Layout(pair.c, pair.row_cost), seed, observe=steps.append)
+    simulate(short, comparison.method(planner), replace(comparison.layout, batch=1), observe=steps.append)
     return steps
 
 
@@ -125,22 +140,23 @@ def _draw_legend(axis: Any, title: str) -> None:
     axis.legend(handles=entries, ncols=6, loc="lower left", bbox_to_anchor=(0, 1.0), frameon=False, fontsize=8)
 
 
-def _draw_speed(axis: Any, pair: ModelPair, trace: Trace, planners: list[str], method_of: MethodOf, seed: int) -> None:
-    ratios = [2, 3, 4, 5, 6, 8, 10, 12, 16]
-    short = replace(trace, answers=trace.answers[:8])
-    for name, color in zip(planners, _CURVES * len(planners), strict=False):
-        speeds = []
-        for c in ratios:
-            at_c = replace(pair, c=float(c), gamma=c)
-            method = method_of(name, at_c)
-            speeds.append(simulate(short, method, Layout(at_c.c, at_c.row_cost), seed).speedup)
-        style = "--" if name == "none" else "-"
+def _draw_sweep(axis: Any, sweep: Sweep, points: Sequence[Mapping[str, SimulationResult]]) -> None:
+    """Draw a curve for each planner; values that are not numbers stand side by side."""
+    are_numbers = all(isinstance(value, (int, float)) and not isinstance(value, bool) for value in sweep.values)
+    places = list(sweep.values) if are_numbers else list(range(len(sweep.values)))
+    for index, name in enumerate(points[0]):
         axis.plot(
-            ratios, speeds, style, color=color, marker="o", ms=4, label=name, lw=2.4 if name == "specbranch" else 1.5
+            places,
+            [results[name].speedup for results in points],
+            "--" if name == "none" else "-",
+            color=_CURVES[index % len(_CURVES)],
+            marker="o",
+            ms=4,
+            label=name,
+            lw=2.4 if name == "specbranch" else 1.5,
         )
-    axis.set_title("Speed over plain decoding against c (window gamma = c)", loc="left", fontweight="bold")
-    axis.set_xlabel("c: target step time / draft step time")
+    if not are_numbers or len(places) <= 12:
+        axis.set_xticks(places, [str(value) for value in sweep.values])
     axis.set_ylabel("speed")
-    axis.set_xticks(ratios)
     axis.grid(alpha=0.25)
     axis.legend(frameon=False, ncols=2)

@@ -1,8 +1,10 @@
 """Model pairs with published figures, synthetic traces for them, and speeds computed by formulas.
 
 A synthetic trace assumes a calibrated draft: where its confidence is u, the target agrees with its top-1 token with
-probability u. Confidences follow a Beta distribution around the pair's acceptance, independently at each position.
-Tokens get new random ids at every position, so earlier tokens say nothing about the next one.
+probability u. Confidences follow a Beta distribution around the pair's acceptance. Each is independent of the one
+before it, unless the pair has a `correlation`: then a confidence is that of the position before it with this
+probability, so that hard and easy stretches of text arise, as in recorded traces. Tokens get new random ids at every
+position, so earlier tokens say nothing about the next one.
 
 The formulas turn published speeds into acceptance rates, and tests check the simulator against them. `gamma` is the
 draft length, and c the target's step time divided by the draft's.
@@ -17,6 +19,7 @@ from dataclasses import KW_ONLY, dataclass
 from itertools import pairwise
 
 from specbranch.core.distribution import Distribution
+from specbranch.core.round import MAX_WINDOW
 from specbranch.trace import Answer, Header, Trace
 
 # Measured on traces/qwen-coder-chat.jsonl.gz, the main pair on chat, by `fit_shape`; a test checks them.
@@ -37,7 +40,7 @@ class ModelPair:
 
     `c` is the time of a target step divided by that of a draft step, and `acceptance` the probability that the target
     accepts a draft token. `row_cost` is the time of each further row of a draft step, as a share of a step with one
-    row.
+    row. `correlation` is that of the draft's confidences at neighbouring positions of a synthetic trace, below 1.
     """
 
     name: str
@@ -47,6 +50,7 @@ class ModelPair:
     source: str
     _: KW_ONLY
     row_cost: float = ROW_COST
+    correlation: float = 0.0
 
 
 def pearl_emitted(acceptance: float, gamma: int) -> float:
@@ -87,6 +91,14 @@ def solve_acceptance(speed: Callable[[float], float], published: float) -> float
     return (low + high) / 2
 
 
+def window_for(c: float) -> int:
+    """Return gamma as the papers on PEARL and SpecBranch choose it: `c`, rounded and clamped to the valid range.
+
+    `c` is the target's step time divided by the draft's. The range is from 1 to `MAX_WINDOW`.
+    """
+    return min(max(1, round(c)), MAX_WINDOW)
+
+
 def _from_paper(name: str, gamma: int, pearl: float, source: str) -> ModelPair:
     c = float(gamma)
     acceptance = solve_acceptance(lambda a: pearl_speed(a, gamma, c), pearl)
@@ -112,15 +124,17 @@ def make_trace(pair: ModelPair, num_answers: int, answer_len: int, rng: random.R
     The draft is calibrated: where its confidence is u, the target agrees with its top-1 token with probability u. Each
     distribution has `top_k` tokens.
     """
-    answers = tuple(_answer(pair.acceptance, answer_len, top_k, rng) for _ in range(num_answers))
+    answers = tuple(_answer(pair, answer_len, top_k, rng) for _ in range(num_answers))
     return Trace(Header(target=pair.name, draft=pair.name, task="made"), answers)
 
 
-def _answer(acceptance: float, length: int, top_k: int, rng: random.Random) -> Answer:
-    tokens, distributions = [], []
-    for _ in range(length):
+def _answer(pair: ModelPair, length: int, top_k: int, rng: random.Random) -> Answer:
+    tokens, distributions, confidence = [], [], 0.0
+    for position in range(length):
         *ids, tail = rng.sample(range(_VOCAB_LEN), top_k + 1)  # `tail` stands for a token outside the top-k
-        distribution = _distribution(_confidence(acceptance, rng), ids)
+        if position == 0 or not pair.correlation or rng.random() >= pair.correlation:
+            confidence = _confidence(pair.acceptance, rng)
+        distribution = _distribution(confidence, ids)
         tokens.append(_draw(distribution, tail, rng))
         distributions.append(distribution)
     return Answer(tuple(tokens), tuple(distributions))

@@ -13,13 +13,20 @@ from specbranch.core.distribution import SeededRandom
 from specbranch.core.node import GreedyPicker
 from specbranch.core.planner import Predictor
 from specbranch.core.planners import SettingError, make_planner, setting_names
-from specbranch.core.planners.predictors import CONSTANTS, OraclePredictor, RandomPredictor, ReplayPredictor
+from specbranch.core.planners.predictors import (
+    TRAINED,
+    OraclePredictor,
+    RandomPredictor,
+    ReplayPredictor,
+    make_predictor,
+    predictor_names,
+)
 from specbranch.core.round import Signal, Stats
 from specbranch.core.session import Session, StopCondition
 from specbranch.core.tree import CAUSES
-from specbranch.extensions import load_planners
+from specbranch.extensions import load_extensions
 from specbranch.simulation.loop import Loop, Step
-from specbranch.simulation.presets import ModelPair
+from specbranch.simulation.presets import ModelPair, window_for
 from specbranch.simulation.scripted import (
     ReplayDraft,
     ReplayTarget,
@@ -34,7 +41,6 @@ _ROW_LIMIT = 64  # the default of draft engines
 # The paper does not state its threshold; its authors' code had 0.2 and 0.3. If the target waits after a miss, this
 # one is the fastest over all presets (studies/01-weak-pair). The planner's default suits the service instead.
 PAPER_CONFIDENCE = 0.5
-PREDICTORS = ("confidence", "none", "all", "random", "oracle", "hrad")
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +84,7 @@ class Layout:
 class Method:
     """A method to simulate: a planner's name, its settings that differ from the defaults, and a predictor's name.
 
-    `predictor` is one of `PREDICTORS`.
+    `predictor` is one of `simulated_predictors()`.
     """
 
     planner: str
@@ -111,9 +117,20 @@ class SimulationResult:
             "rolled_back": {cause: getattr(stats, cause) / stats.emitted for cause in CAUSES},
             "losing": stats.losing / stats.emitted,
             "used": stats.used / stats.emitted,
+            "rollback_rate": stats.rollback_rate,
+            "rollback_rate_with_losing": stats.rollback_rate_with_losing,
             "wait_share": stats.wait_share,
             "rows_per_round": stats.rows_per_round,
         }
+
+
+def simulated_predictors() -> tuple[str, ...]:
+    """Return the names of all predictors that a simulation can use, with those of other packages.
+
+    `random` predicts by chance, `oracle` correctly; `hrad` repeats the signals that were recorded in the trace.
+    """
+    load_extensions()
+    return (*predictor_names(), "random", "oracle", TRAINED)
 
 
 def method_for(
@@ -124,13 +141,13 @@ def method_for(
     With `as_in_paper`, planner `specbranch` gets the paper's settings. Otherwise it runs as in the service: the target
     does not wait after a miss, and the draft runs only rows that give enough acceptance probability for their time.
     `has_text`: the trace has real sequences with prompts; without it, n-gram lookup in the text is off. `predictor` is
-    one of `PREDICTORS`.
+    one of `simulated_predictors()`.
     """
-    load_planners()
+    load_extensions()
     names = setting_names(planner)
     settings: dict[str, Any] = {"gamma": pair.gamma} if "gamma" in names else {}
     if "acceptance" in names:
-        settings["acceptance"] = pair.acceptance
+        settings["acceptance"] = min(max(pair.acceptance, 0.01), 0.99)
     # Tokens of a synthetic trace mean nothing, so guesses from them only cost time. No trace has past answers.
     unused = ("uses_memory",) if has_text else ("uses_text", "uses_memory")
     settings |= {name: False for name in unused if name in names}
@@ -146,6 +163,7 @@ def simulate(
     seed: int = 0,
     *,
     c: float | None = None,
+    gamma: int | None = None,
     row_cost: float = 0.0,
     batch: int = 1,
     observe: Callable[[Step], None] = lambda step: None,
@@ -154,18 +172,20 @@ def simulate(
 ) -> SimulationResult:
     """Decode every answer of a trace in virtual time, `batch` at once; return speed over plain decoding and counters.
 
-    `planner` is a name, or a `Method` with settings and a predictor. `c` is the time of a target step divided by that
-    of a draft step of one row, `row_cost` the time of each further row; give a `Layout` instead to set more. `costs`
-    learns step times and acceptance from all sessions; None: a new one. `observe` is called with each finished step.
-    The target waits for drafts up to `deadline_s`. All times are in draft steps of one row.
+    `planner` is a `Method`, or the name of a planner; the latter is simulated as in the service, with `gamma` as its
+    longest submission, by default `c` rounded, so that planners which are compared have the same. `c` is the time of a
+    target step divided by that of a draft step of one row, `row_cost` the time of each further row; give a `Layout`
+    instead to set more. `costs` learns step times and acceptance from all sessions; None: a new one. `observe` is
+    called with each finished step. The target waits for drafts up to `deadline_s`. All times are in draft steps of one
+    row.
     """
-    load_planners()
-    method = Method(planner) if isinstance(planner, str) else planner
     if layout is None:
         if c is None:
             raise SettingError("say how much slower a target step is than a draft step: c=6, or a Layout")
         layout = Layout(c, row_cost, batch)
-    if method.predictor == "hrad":
+    method = planner if isinstance(planner, Method) else _served(planner, trace, layout, gamma)
+    load_extensions()
+    if method.predictor == TRAINED:
         _refuse_unforeseen(trace)
     costs = costs or PairModel()
     chance = SeededRandom(random.Random(seed))
@@ -185,6 +205,11 @@ def simulate(
         for session in sessions:
             stats.add(session.stats)
     return SimulationResult(method, elapsed_s, plain_s / elapsed_s, stats)
+
+
+def _served(planner: str, trace: Trace, layout: Layout, gamma: int | None) -> Method:
+    pair = ModelPair("trace", layout.c, gamma or window_for(layout.c), trace.match_share(), "")
+    return method_for(planner, pair, as_in_paper=False, has_text=trace.has_prompts)
 
 
 def _plain_s(batch: Sequence[Answer], layout: Layout) -> float:
@@ -221,6 +246,6 @@ def _predictor(method: Method, answer: Answer, chance: SeededRandom) -> Predicto
     if method.predictor == "oracle":
         runs = answer.runs()
         return OraclePredictor(lambda position: runs[position - num_before], method.settings.get("gamma", 8))
-    if method.predictor == "hrad":
+    if method.predictor == TRAINED:
         return ReplayPredictor([Signal(signal) for signal in answer.foreseen], num_before)
-    return CONSTANTS[method.predictor]
+    return make_predictor(method.predictor)

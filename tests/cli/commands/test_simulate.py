@@ -36,6 +36,15 @@ def test_json_is_one_document_on_the_last_line() -> None:
     assert document["planners"]["none"]["speedup"] == pytest.approx(1.0)
 
 
+def test_a_recorded_trace_keeps_its_own_acceptance(tmp_path: Path) -> None:
+    path = tmp_path / "mine.jsonl"
+    write_trace(path, make_trace(PAIRS["llama3-8b-70b"], 1, 20, random.Random(0)))
+    result = runner.invoke(app, ["simulate", "--trace", str(path), "--c", "5", "--sweep", "acceptance=0.5,0.6"])
+
+    assert result.exit_code == 2
+    assert "a recorded trace has its own acceptance" in " ".join(result.stderr.split())
+
+
 def test_the_table_names_every_planner() -> None:
     result = runner.invoke(app, ["simulate", "--tokens", "200"])
 
@@ -107,9 +116,64 @@ def test_the_plot_is_drawn(tmp_path: Path) -> None:
     assert path.read_bytes().startswith(b"\x89PNG")
 
 
+def test_settings_are_given_to_all_planners_that_have_them_or_to_one() -> None:
+    call = ["simulate", "--tokens", "300", "--planners", "pearl,specbranch,none", "--json", "--set", "gamma=3"]
+    result = runner.invoke(app, [*call, "--set", "specbranch.confidence=0.7", "--set", "specbranch.gamma=5"])
+    planners = json.loads(result.stdout.splitlines()[-1])["planners"]
+
+    assert planners["pearl"]["settings"] == {"gamma": 3}
+    assert planners["specbranch"]["settings"]["gamma"] == 5
+    assert planners["specbranch"]["settings"]["confidence"] == 0.7
+    assert planners["none"]["settings"] == {}
+
+
+@pytest.mark.parametrize(
+    ("sweep", "values"),
+    [
+        ("c=2,8", [2, 8]),
+        ("specbranch.confidence=0.1:0.5:0.2", [0.1, 0.3, 0.5]),
+        ("gamma=2:6:2", [2, 4, 6]),
+        ("row-cost=0,0.5", [0, 0.5]),
+        ("correlation=0,0.5", [0, 0.5]),
+        ("wait_for_draft=true,false", [True, False]),
+    ],
+)
+def test_a_sweep_simulates_each_value_and_draws_the_speeds(sweep: str, values: list[object], tmp_path: Path) -> None:
+    plot = tmp_path / "sweep.png"
+    call = ["simulate", "--tokens", "300", "--planners", "pearl,specbranch", "--json", "--plot", str(plot)]
+    result = runner.invoke(app, [*call, "--sweep", sweep])
+    document = json.loads(result.stdout.splitlines()[-1])
+
+    assert document["values"] == values
+    assert len({point["speedup"] for point in document["planners"]["specbranch"]}) == len(values)
+    assert plot.read_bytes().startswith(b"\x89PNG")
+
+
+def test_in_a_sweep_over_c_gamma_is_c() -> None:
+    call = ["simulate", "--tokens", "300", "--planners", "pearl", "--json"]
+    swept = json.loads(runner.invoke(app, [*call, "--sweep", "c=4"]).stdout.splitlines()[-1])
+    once = json.loads(runner.invoke(app, [*call, "--c", "4", "--gamma", "4"]).stdout.splitlines()[-1])
+
+    assert swept["planners"]["pearl"][0]["speedup"] == once["planners"]["pearl"]["speedup"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (["--set", "gama=3"], "did you mean 'gamma'"),
+        (["--set", "sps.confidence=3"], "none of the planners"),
+        (["--set", "gamma"], "give KEY=VALUE"),
+        (["--set", "gamma=99"], "give a whole number from 1 to 64"),
+        (["--sweep", "c"], "give KEY=VALUES"),
+        (["--sweep", "c=1:2"], "give KEY=VALUES"),
+        (["--sweep", "c=1:2:0"], "give KEY=VALUES"),
+        (["--sweep", "c=1:1000:1"], "give 1 to 100"),
+        (["--sweep", "c=0"], "c is 0; give a number from 0.01 to 1000"),
+        (["--sweep", "batch=1.5"], "give a whole number"),
+        (["--sweep", "acceptance=1"], "between 0 and 1"),
+        (["--sweep", "colour=1,2"], "none of the planners"),
+        (["--plot", "absent/plot.png"], "create it first"),
+        (["--correlation", "1"], "from 0 to 0.95"),
         (["--preset", "gpt"], "choose from llama-68m-7b"),
         (["--trace", "absent.jsonl", "--c", "3"], "cannot be read"),
         (["--trace", "absent.jsonl"], "need --c"),

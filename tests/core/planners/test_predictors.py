@@ -7,8 +7,17 @@ from typing import Any
 
 import pytest
 
-from specbranch.core.planners.predictors import HintPredictor, OraclePredictor, ReplayPredictor
-from specbranch.core.round import AcceptanceHint, Signal
+from specbranch.core.planner import SettingError
+from specbranch.core.planners.predictors import (
+    CONSTANTS,
+    HintPredictor,
+    OraclePredictor,
+    ReplayPredictor,
+    make_predictor,
+    predictor_names,
+    register_predictor,
+)
+from specbranch.core.round import AcceptanceHint, Round, Signal
 
 
 def round_at(position: int, hint: AcceptanceHint | None = None) -> Any:
@@ -38,3 +47,42 @@ def test_a_replay_repeats_the_signal_of_the_answers_token_and_knows_none_at_the_
 def test_a_hint_that_came_with_the_verdict_decides() -> None:
     assert HintPredictor().predict(round_at(0)) is Signal.SOME
     assert HintPredictor().predict(round_at(0, AcceptanceHint(Signal.ALL))) is Signal.ALL
+
+
+class Bold:
+    """Always predicts that all tokens are accepted."""
+
+    def predict(self, round: Round) -> Signal:
+        return Signal.ALL
+
+
+def test_a_registered_predictor_is_made_anew_for_each_sequence() -> None:
+    assert register_predictor("bold")(Bold) is Bold
+    assert register_predictor("bold")(Bold) is Bold, "again is no mistake"
+
+    first, second = make_predictor("bold"), make_predictor("bold")
+    assert isinstance(first, Bold) and first is not second
+    assert make_predictor("all") is CONSTANTS["all"]
+    assert predictor_names() == ("confidence", "none", "all", "bold")
+
+
+@pytest.mark.parametrize(
+    ("name", "predictor", "message"),
+    [
+        ("", Bold, "1 to 64 characters"),
+        ("x" * 65, Bold, "1 to 64 characters"),
+        ("mine", int, r"a class with a method predict\(round\)"),
+        ("mine", Bold(), r"a class with a method predict\(round\)"),
+        ("all", Bold, "another predictor already"),
+        ("oracle", Bold, "another predictor already"),
+        ("hrad", Bold, "another predictor already"),
+    ],
+)
+def test_what_cannot_be_registered_is_refused(name: str, predictor: Any, message: str) -> None:
+    with pytest.raises(SettingError, match=message):
+        register_predictor(name)(predictor)
+
+
+def test_an_unknown_predictor_is_refused_with_the_nearest_name() -> None:
+    with pytest.raises(SettingError, match="did you mean 'confidence'"):
+        make_predictor("confidense")

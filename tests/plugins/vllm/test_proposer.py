@@ -27,7 +27,7 @@ from specbranch.plugins.vllm.compat import PAD
 from specbranch.plugins.vllm.proposer import RowTextDrafter
 from specbranch.plugins.vllm.settings import LayoutError, ProposerSettings, read_settings
 from specbranch.service.client.gate import Decision, StepTimer
-from specbranch.service.client.interface import ClientOptions, SequenceUpdate
+from specbranch.service.client.interface import NO_ANSWER, ClientOptions, SequenceUpdate
 from specbranch.service.client.pool import draft_client
 
 
@@ -35,7 +35,7 @@ class FixedClient:
     """Proposes the same for every row, and remembers what it was told."""
 
     def __init__(self, proposal: list[int], options: ClientOptions) -> None:
-        self._proposal = proposal
+        self._proposal: list[int] | None = proposal  # None: no answer
         self.options = options
         self.told: list[tuple[list[int], int]] = []
         self.hints: list[AcceptanceHint | None] = []
@@ -54,7 +54,7 @@ class FixedClient:
         self.hints = [row.hint for row in rows]
         self.longest = [row.max_draft_tokens for row in rows]
         self.recurring = [row.has_recurring_noise for row in rows]
-        return [Draft(list(self._proposal)) for _ in rows]
+        return [NO_ANSWER if self._proposal is None else Draft(list(self._proposal)) for _ in rows]
 
 
 def proposer_with(
@@ -556,7 +556,7 @@ def test_all_rows_are_filled_up_to_the_same_length(padding: SpecBranchProposer) 
     for proposal, padded in (([5, 6, 7], [5, 6]), ([5], [5, PAD]), ([], [PAD, PAD])):
         client._proposal = proposal
         assert padding.propose([[3], [5]], lengths, table) == [padded, padded]
-        assert padding.core._last.had_drafts == bool(proposal)  # the gate must not take pads for drafts
+        assert padding.core._last.num_submitted == 2 * min(len(proposal), 2)  # the gate must not take pads for drafts
 
 
 def test_rows_are_filled_up_also_when_nothing_is_drafted(padding: SpecBranchProposer) -> None:
@@ -734,7 +734,7 @@ def test_text_drafts_go_on_while_the_gate_is_closed(monkeypatch: pytest.MonkeyPa
 
     client: Any = proposer.core._client
     assert reader.read(10) > 25 and client.told == []
-    assert not proposer.core._last.had_drafts, "the gate compares the service with text drafts"
+    assert not proposer.core._last.num_submitted, "the gate compares the service with text drafts"
 
 
 def test_the_draft_models_death_costs_no_text_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -745,9 +745,24 @@ def test_the_draft_models_death_costs_no_text_drafts(monkeypatch: pytest.MonkeyP
     for _ in range(12):
         client._proposal = [(reader.texts[0][-1] - 10 + more) % 9 + 10 for more in (2, 3)]
         reader.step()
-    client._proposal = []
+    client._proposal = None
 
     assert all(reader.step()[0] for _ in range(10))
+
+
+def test_an_empty_draft_of_the_service_is_an_answer_that_the_text_does_not_replace(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    proposer = proposer_with(monkeypatch, target=LONG, settings=FREELY)
+    client: Any = proposer.core._client
+    reader = Reader(proposer)
+    client._proposal = None
+    reader.read(20)
+    client._proposal = []
+
+    assert [reader.step() for _ in range(5)] == [[[]]] * 5
+    client._proposal = None
+    assert reader.step()[0]
 
 
 def test_drafts_of_the_service_come_first_and_then_the_text_is_not_even_read(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -771,7 +786,7 @@ def test_rows_that_may_have_no_drafts_get_none_from_the_text(monkeypatch: pytest
     assert reader.step() == [[], [], [], []]
 
 
-def test_text_drafts_teach_the_service_no_price_and_steps_without_its_drafts_teach_ours(
+def test_text_drafts_teach_the_service_no_price_and_every_step_teaches_ours(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     proposer = proposer_with(monkeypatch, target=LONG, settings=FREELY)
@@ -782,13 +797,15 @@ def test_text_drafts_teach_the_service_no_price_and_steps_without_its_drafts_tea
     monkeypatch.setattr(text.drafter, "observe_step", lambda rows, sent, got, step_s: seen.append((rows, sent, got)))
     reader, known = Reader(proposer), []
     for index in range(16):
-        client._proposal = [5] if index == 4 else []
+        client._proposal = [5] if index == 4 else None
         known.append((reader.step()[0], client.step_s))
 
     drafts = [draft for draft, _ in known]
     assert [step_s is None for _, step_s in known[1:]] == [bool(draft) and draft != [5] for draft in drafts[:-1]]
-    assert len(seen) == 16 - 3, "not after the first step, not that of [5] itself, not the one that verified it"
-    assert {sent for _, sent, _ in seen} == {0, *(len(draft) for draft in drafts[5:-1])}
+    assert [sent for _, sent, _ in seen] == [len(draft) for draft in drafts[:-1]], (
+        "all but the first, whose time is unknown"
+    )
+    assert drafts[4] == [5] and any(len(draft) > 1 for draft in drafts)
 
 
 def test_requests_that_have_ended_are_forgotten_and_what_they_said_is_not(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -251,10 +251,10 @@ def test_a_text_that_the_draft_model_cannot_read_is_remembered_and_left_alone() 
     bench = Bench()
     bench.open([1, VOCAB + 7])
     bench.work()
-    assert bench.step([1, VOCAB + 7], 3) == [DraftReply(1, [[]])]
+    assert bench.step([1, VOCAB + 7], 3) == [DraftReply(1, [[]], undraftable=[0])]
     bench.open([4, 5])
     bench.work()
-    assert bench.step([4, 5], VOCAB) == [DraftReply(1, [[]])]
+    assert bench.step([4, 5], VOCAB) == [DraftReply(1, [[]], undraftable=[0])]
     bench.work()
 
     assert bench.store.undrafted.counts() == {"too_long": 0, "foreign_token": 2, "no_room": 0}
@@ -267,7 +267,7 @@ def test_a_text_too_long_for_the_cache_is_counted_and_the_first_one_is_logged(
     bench = Bench(with_cache_of(100))
     bench.open([1] * 36)
     bench.work()
-    assert bench.step([1] * 36, 2) == [DraftReply(1, [[]])], "it has grown too long"
+    assert bench.step([1] * 36, 2) == [DraftReply(1, [[]], undraftable=[0])], "it has grown too long"
     bench.open([3] * 40, namespace=b"theirs")
     bench.work()
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import random
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -13,19 +12,15 @@ from rich.console import Console
 from rich.table import Table
 
 from specbranch.cli.console import ProgressBar, console_for, friendly_errors, print_json
-from specbranch.cli.options import AsJson
-from specbranch.core.planner import Bounds
+from specbranch.cli.options import AsJson, check_directory, parse_key_values
 from specbranch.core.planners import PLANNERS, SettingError, setting_names
-from specbranch.core.round import MAX_WINDOW
 from specbranch.errors import UsageError
-from specbranch.simulation.presets import PAIRS, ROW_COST, ModelPair, make_trace
-from specbranch.simulation.simulate import PREDICTORS, Layout, Method, SimulationResult, best_gamma, method_for
-from specbranch.simulation.simulate import simulate as run_simulation
+from specbranch.simulation.comparison import BOUNDS, PlannerComparison, Sweep
+from specbranch.simulation.presets import PAIRS, ROW_COST, ModelPair, window_for
+from specbranch.simulation.simulate import SimulationResult, simulated_predictors
 from specbranch.trace import Trace, TraceError, read_trace
 
-ANSWER_LEN = 250
-_C_BOUNDS = Bounds(0.01, 1000)
-_ROW_COST_BOUNDS = Bounds(0, 100)
+_MAX_POINTS = 100  # of a sweep
 _COLUMNS = (
     "gamma",
     "speed",
@@ -46,15 +41,6 @@ _LEGEND = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class _Case:
-    """The input of a simulation: a pair of models and a trace of its answers."""
-
-    name: str
-    pair: ModelPair
-    trace: Trace
-
-
 def simulate(
     preset: Annotated[
         str | None, typer.Option(metavar="NAME", help="Pair of models from the paper; --list shows them.")
@@ -71,7 +57,7 @@ def simulate(
     ] = None,
     c: Annotated[
         float | None,
-        typer.Option("--c", metavar="RATIO", help=f"Target step time divided by draft step time, {_C_BOUNDS}."),
+        typer.Option("--c", metavar="RATIO", help=f"Target step time divided by draft step time, {BOUNDS['c']}."),
     ] = None,
     gamma: Annotated[
         int | None,
@@ -82,9 +68,17 @@ def simulate(
         float | None,
         typer.Option(
             metavar="X",
-            help=f"Cost of each additional draft row, as a share of a step with one row, {_ROW_COST_BOUNDS}.",
+            help=f"Cost of each additional draft row, as a share of a step with one row, {BOUNDS['row_cost']}.",
         ),
     ] = None,
+    correlation: Annotated[
+        float,
+        typer.Option(
+            metavar="R",
+            help="How alike the draft's confidence is at neighbouring tokens, unless --trace is given, "
+            f"{BOUNDS['correlation']}. Recorded traces have 0.18 to 0.48.",
+        ),
+    ] = 0.0,
     planners: Annotated[
         str,
         typer.Option(
@@ -94,8 +88,29 @@ def simulate(
         ),
     ] = ",".join(PLANNERS),
     predictor: Annotated[
-        str, typer.Option(metavar="NAME", help=f"What predicts acceptance: {', '.join(PREDICTORS)}.")
+        str,
+        typer.Option(
+            metavar="NAME",
+            help="What predicts acceptance: confidence, none, all, random, oracle, hrad, or one of another package.",
+        ),
     ] = "confidence",
+    settings: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set",
+            metavar="KEY=VALUE",
+            help="Setting of the planners that have it, such as gamma=4, or of one, such as specbranch.confidence=0.4; "
+            "repeatable.",
+        ),
+    ] = None,
+    sweep: Annotated[
+        str | None,
+        typer.Option(
+            metavar="KEY=VALUES",
+            help="Simulate once for each value of a setting, or of c, gamma, acceptance, correlation, row_cost or "
+            "batch: c=2,4,8 or specbranch.confidence=0.1:0.9:0.1. With c, gamma is c.",
+        ),
+    ] = None,
     form: Annotated[
         Literal["paper", "served"] | None,
         typer.Option(help="`specbranch` as in the paper or as served. Default: paper for presets, else served."),
@@ -104,7 +119,8 @@ def simulate(
     batch: Annotated[int, typer.Option(metavar="N", help="Requests that share a target step.", min=1)] = 1,
     seed: Annotated[int, typer.Option(metavar="N", help="Random seed.")] = 0,
     plot: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Draw the first rounds and the speed against c.")
+        Path | None,
+        typer.Option(metavar="FILE", help="Draw the first rounds and the speed against c; with --sweep, the sweep."),
     ] = None,
     as_json: AsJson = False,
     list_presets: Annotated[bool, typer.Option("--list", help="List the presets with their sources.")] = False,
@@ -118,22 +134,95 @@ def simulate(
         _print_presets(console_for(False))
         return
     with friendly_errors(UsageError, SettingError, TraceError, ImportError):
+        check_directory("--plot", plot)
         names = _planner_names(planners)
-        if predictor not in PREDICTORS:
-            raise UsageError(f"no predictor is called {predictor!r}; choose from {', '.join(PREDICTORS)}")
-        as_in_paper = form == "paper" or (form is None and trace is None and acceptance is None)
-        case = _case(preset, trace, acceptance, c, gamma, row_cost, tokens, seed)
-        layout = Layout(case.pair.c, case.pair.row_cost, batch)
-        method_of = partial(method_for, predictor=predictor, as_in_paper=as_in_paper, has_text=case.trace.has_prompts)
-        outcomes = _run(case, [method_of(name, case.pair) for name in names], layout, seed, best)
-        _print_table(console_for(as_json), case, layout, predictor, outcomes)
-        if plot:
-            from specbranch.simulation.plots import plot_simulation
+        if predictor not in simulated_predictors():
+            choices = ", ".join(simulated_predictors())
+            raise UsageError(f"no predictor is called {predictor!r}; choose from {choices}")
+        pair, recorded = _pair(preset, trace, acceptance, c, gamma, row_cost, correlation)
+        comparison = PlannerComparison(
+            pair=pair,
+            recorded=recorded,
+            num_tokens=tokens,
+            seed=seed,
+            batch=batch,
+            planners=names,
+            settings=parse_key_values("--set", settings),
+            predictor=predictor,
+            as_in_paper=form == "paper" or (form is None and trace is None and acceptance is None),
+            has_best_gamma=best,
+        )
+        if sweep is None:
+            _compare(comparison, plot, as_json)
+        else:
+            _sweep(comparison, _parse_sweep(sweep), plot, as_json)
 
-            plot_simulation(plot, case.name, case.pair, case.trace, names, method_of, seed)
-            console_for(as_json).print(f"drew {plot}", highlight=False)
-        if as_json:
-            print_json(_document(case, layout, predictor, seed, outcomes))
+
+def _compare(comparison: PlannerComparison, plot: Path | None, as_json: bool) -> None:
+    """Simulate the planners once, and print a table; draw the plot if a file is given for it."""
+    console, names = console_for(as_json), list(comparison.planners)
+    with ProgressBar() as progress:
+        results = comparison.run(
+            lambda planner: progress.show(f"simulating {planner}", names.index(planner), len(names))
+        )
+    trace = comparison.trace()
+    _print_table(console, comparison, trace, results)
+    if plot:
+        from specbranch.simulation.plots import plot_comparison
+
+        plot_comparison(plot, comparison, trace)
+        console.print(f"drew {plot}", highlight=False)
+    if as_json:
+        print_json(_document(comparison, trace, results))
+
+
+def _sweep(comparison: PlannerComparison, sweep: Sweep, plot: Path | None, as_json: bool) -> None:
+    """Simulate the planners with each value of a parameter, and print their speeds; draw them if a file is given."""
+    console, names, values = console_for(as_json), list(comparison.planners), list(sweep.values)
+    with ProgressBar() as progress:
+        points = sweep.run(
+            comparison,
+            lambda planner, value: progress.show(
+                f"simulating {planner} with {sweep.name} {value}",
+                values.index(value) * len(names) + names.index(planner),
+                len(values) * len(names),
+            ),
+        )
+    table = Table(title=f"{comparison.pair.name}: speed by {sweep.name}", box=None, padding=(0, 1, 0, 0))
+    table.add_column(sweep.name, justify="right")
+    for name in names:
+        table.add_column(name, justify="right", no_wrap=True)
+    for value, results in zip(values, points, strict=True):
+        table.add_row(f"{value}", *(f"{results[name].speedup:.2f}x" for name in names))
+    console.print(table)
+    if plot:
+        from specbranch.simulation.plots import plot_sweep
+
+        plot_sweep(plot, comparison, sweep, points)
+        console.print(f"drew {plot}", highlight=False)
+    if as_json:
+        planners = {name: [results[name].as_json() for results in points] for name in names}
+        print_json({**_inputs(comparison), "sweep": sweep.name, "values": values, "planners": planners})
+
+
+def _parse_sweep(text: str) -> Sweep:
+    """Return the sweep that `--sweep` describes: NAME=1,2,3 or NAME=LOW:HIGH:STEP. Raise `UsageError` for a mistake."""
+    name, is_pair, given = text.partition("=")
+    advice = f"--sweep is {text!r}; give KEY=VALUES, such as c=2,4,8 or specbranch.confidence=0.1:0.9:0.1"
+    if not name or not is_pair or not given:
+        raise UsageError(advice)
+    name = name.replace("-", "_")
+    if ":" not in given:
+        return Sweep(name, [parse_key_values("--sweep", [f"{name}={value}"])[name] for value in given.split(",")])
+    try:
+        low, high, step = (float(part) for part in given.split(":"))
+        count = int((high - low) / step + 1e-9) + 1
+    except (ValueError, ZeroDivisionError, OverflowError):
+        raise UsageError(advice) from None
+    if not 1 <= count <= _MAX_POINTS:
+        raise UsageError(f"--sweep {text} has {max(count, 0)} values; give 1 to {_MAX_POINTS}")
+    values = [round(low + index * step, 9) for index in range(count)]
+    return Sweep(name, [int(value) if value.is_integer() and step.is_integer() else value for value in values])
 
 
 def _planner_names(planners: str) -> list[str]:
@@ -145,55 +234,40 @@ def _planner_names(planners: str) -> list[str]:
     return names
 
 
-def _window(c: float) -> int:
-    """Return gamma as the papers on PEARL and SpecBranch choose it: `c`, rounded and clamped to the valid range.
-
-    `c` is the target's step time divided by the draft's. The range is from 1 to `MAX_WINDOW`.
-    """
-    return min(max(1, round(c)), MAX_WINDOW)
-
-
-def _case(
+def _pair(
     preset: str | None,
     trace: Path | None,
     acceptance: float | None,
     c: float | None,
     gamma: int | None,
     row_cost: float | None,
-    tokens: int,
-    seed: int,
-) -> _Case:
+    correlation: float,
+) -> tuple[ModelPair, Trace | None]:
+    """Return the pair that the options describe, and the trace to replay, if one is given."""
     if sum(choice is not None for choice in (preset, trace, acceptance)) > 1:
         raise UsageError("--preset, --trace and --acceptance exclude each other; give one of them")
-    _refuse_outside("--c", c, _C_BOUNDS)
-    _refuse_outside("--row-cost", row_cost, _ROW_COST_BOUNDS)
+    _refuse_outside("--c", c)
+    _refuse_outside("--row-cost", row_cost)
+    _refuse_outside("--correlation", correlation)
+    recorded = None
     if trace is None and acceptance is None:
-        base = _preset_pair(preset or "vicuna-68m-13b")
+        pair = _preset_pair(preset or "vicuna-68m-13b")
     elif c is None:
         raise UsageError("--trace and --acceptance need --c, the target's step time divided by the draft's")
     elif acceptance is not None:
         if not 0 < acceptance < 1:
             raise UsageError(f"--acceptance is {acceptance}; give a number between 0 and 1")
-        base = ModelPair("custom", c, _window(c), acceptance, "given on the command line")
+        pair = ModelPair("custom", c, window_for(c), acceptance, "given on the command line")
     else:
         assert trace is not None
         recorded = read_trace(trace)
-        base = ModelPair(trace.name, c, _window(c), recorded.match_share(), f"recorded: {trace.name}")
-    pair = ModelPair(
-        base.name,
-        base.c if c is None else c,
-        base.gamma if gamma is None else gamma,
-        base.acceptance,
-        base.source,
-        row_cost=base.row_cost if row_cost is None else row_cost,
-    )
-    if trace is not None:
-        return _Case(pair.name, pair, recorded)
-    answers = max(1, tokens // ANSWER_LEN)
-    return _Case(pair.name, pair, make_trace(pair, answers, min(tokens, ANSWER_LEN), random.Random(seed)))
+        pair = ModelPair(trace.name, c, window_for(c), recorded.match_share(), f"recorded: {trace.name}")
+    given: dict[str, Any] = {"c": c, "gamma": gamma, "row_cost": row_cost, "correlation": correlation}
+    return replace(pair, **{name: value for name, value in given.items() if value is not None}), recorded
 
 
-def _refuse_outside(option: str, value: float | None, bounds: Bounds) -> None:
+def _refuse_outside(option: str, value: float | None) -> None:
+    bounds = BOUNDS[option.removeprefix("--").replace("-", "_")]
     if value is not None and not bounds.hold(value):
         raise UsageError(f"{option} is {value}; give a number {bounds}")
 
@@ -202,15 +276,6 @@ def _preset_pair(preset: str) -> ModelPair:
     if preset not in PAIRS:
         raise UsageError(f"no preset is called {preset!r}; choose from {', '.join(PAIRS)}")
     return PAIRS[preset]
-
-
-def _run(case: _Case, methods: list[Method], layout: Layout, seed: int, best: bool) -> dict[str, SimulationResult]:
-    outcomes = {}
-    with ProgressBar() as progress:
-        for done, method in enumerate(methods):
-            progress.show(f"simulating {method.planner}", done, len(methods))
-            outcomes[method.planner] = (best_gamma if best else run_simulation)(case.trace, method, layout, seed)
-    return outcomes
 
 
 def _print_presets(console: Console) -> None:
@@ -226,54 +291,62 @@ def _print_presets(console: Console) -> None:
 
 
 def _print_table(
-    console: Console, case: _Case, layout: Layout, predictor: str, outcomes: dict[str, SimulationResult]
+    console: Console, comparison: PlannerComparison, trace: Trace, results: Mapping[str, SimulationResult]
 ) -> None:
-    pair = case.pair
-    title = f"{case.name}: c {pair.c:g}, agreement {case.trace.match_share():.3f}, row cost {pair.row_cost:g}"
-    caption = f"{case.trace.num_tokens} tokens, batch {layout.batch}, predictor {predictor}"
+    pair = comparison.pair
+    title = f"{pair.name}: c {pair.c:g}, agreement {trace.match_share():.3f}, row cost {pair.row_cost:g}"
+    caption = f"{trace.num_tokens} tokens, batch {comparison.batch}, predictor {comparison.predictor}"
     table = Table(title=title, caption=caption, box=None, padding=(0, 1, 0, 0))
     table.add_column("planner", no_wrap=True)
     for column in _COLUMNS:
         table.add_column(column, justify="right", no_wrap=True)
-    for name, outcome in outcomes.items():
-        stats = outcome.as_json()
-        lost = stats["rolled_back"]
-        table.add_row(
-            name,
-            str(outcome.method.settings.get("gamma", "-")),
-            f"{outcome.speedup:.2f}x",
-            f"{stats['emitted_per_round']:.2f}",
-            f"{stats['hit_rate']:.2f}",
-            f"{lost['rejected']:.2f}",
-            f"{lost['unused']:.2f}",
-            f"{stats['losing']:.2f}",
-            f"{lost['cut']:.2f}",
-            f"{stats['wait_share']:.0%}",
-            f"{stats['rows_per_round']:.1f}",
-        )
+    for name, result in results.items():
+        table.add_row(name, *_cells(result))
     console.print(table)
     for line in _LEGEND:
         console.print(line, highlight=False, soft_wrap=True)
-    fastest, outcome = max(outcomes.items(), key=lambda one: one[1].speedup)
-    console.print(f"fastest: {fastest}, {outcome.speedup:.2f}x", style="bold", highlight=False)
+    fastest, result = max(results.items(), key=lambda one: one[1].speedup)
+    console.print(f"fastest: {fastest}, {result.speedup:.2f}x", style="bold", highlight=False)
     console.print(f"source: {pair.source}", highlight=False)
 
 
-def _document(
-    case: _Case, layout: Layout, predictor: str, seed: int, outcomes: dict[str, SimulationResult]
-) -> dict[str, Any]:
-    pair = case.pair
+def _cells(result: SimulationResult) -> Sequence[str]:
+    figures = result.as_json()
+    lost = figures["rolled_back"]
+    return (
+        str(result.method.settings.get("gamma", "-")),
+        f"{result.speedup:.2f}x",
+        f"{figures['emitted_per_round']:.2f}",
+        f"{figures['hit_rate']:.2f}",
+        f"{lost['rejected']:.2f}",
+        f"{lost['unused']:.2f}",
+        f"{figures['losing']:.2f}",
+        f"{lost['cut']:.2f}",
+        f"{figures['wait_share']:.0%}",
+        f"{figures['rows_per_round']:.1f}",
+    )
+
+
+def _inputs(comparison: PlannerComparison) -> dict[str, Any]:
+    pair = comparison.pair
     return {
-        "preset": case.name,
+        "preset": pair.name,
         "source": pair.source,
         "c": pair.c,
         "acceptance": pair.acceptance,
         "row_cost": pair.row_cost,
-        "batch": layout.batch,
-        "predictor": predictor,
-        "num_tokens": case.trace.num_tokens,
-        "seed": seed,
+        "correlation": pair.correlation,
+        "batch": comparison.batch,
+        "predictor": comparison.predictor,
+        "seed": comparison.seed,
+    }
+
+
+def _document(comparison: PlannerComparison, trace: Trace, results: Mapping[str, SimulationResult]) -> dict[str, Any]:
+    return {
+        **_inputs(comparison),
+        "num_tokens": trace.num_tokens,
         "planners": {
-            name: {**outcome.as_json(), "settings": dict(outcome.method.settings)} for name, outcome in outcomes.items()
+            name: {**result.as_json(), "settings": dict(result.method.settings)} for name, result in results.items()
         },
     }

@@ -17,7 +17,7 @@ from specbranch.core.planners.ssd import SsdPlanner
 
 __all__ = [
     "DEFAULT_PLANNER", "PLANNERS", "Planner", "Predictor", "SettingError", "Settings", "draft_length_limit",
-    "make_planner", "planner_names", "register_planner", "setting_names", "suggest",
+    "make_planner", "planner_names", "register_planner", "setting_names", "settings_type", "suggest",
 ]  # fmt: skip
 
 P = TypeVar("P", bound=type[Planner[Any]])
@@ -62,9 +62,14 @@ def register_planner(name: str) -> Callable[[P], P]:
     return register
 
 
+def settings_type(name: str) -> type[Settings]:
+    """Return the class of the settings of the planner with this name."""
+    return _found(name).settings_type
+
+
 def setting_names(name: str) -> tuple[str, ...]:
     """Return the names of the settings of the planner with this name."""
-    return tuple(field.name for field in fields(_found(name).settings_type))
+    return tuple(field.name for field in fields(settings_type(name)))
 
 
 def draft_length_limit(name: str) -> int:
@@ -72,7 +77,7 @@ def draft_length_limit(name: str) -> int:
 
     Return 8 for a planner without this setting.
     """
-    return int(getattr(_found(name).settings_type(), "gamma", _LONGEST))
+    return int(getattr(settings_type(name)(), "gamma", _LONGEST))
 
 
 def make_planner(name: str, settings: Mapping[str, Any], predictor: Predictor) -> Planner[Any]:

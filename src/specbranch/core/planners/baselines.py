@@ -72,10 +72,11 @@ class SpsPlanner(Planner[SpsSettings]):
 class AdaedlSettings(Settings):
     """Settings of `AdaedlPlanner`. `gamma`: the longest submission. `eta`: the factor of the entropy in the bound.
 
-    `threshold`: the initial threshold; a draft ends where the acceptance bound is below the threshold. After each
-    submission the threshold rises if the average acceptance is below `acceptance_goal`, and falls otherwise: it is
-    averaged with a value that is `threshold_step` higher or lower. `acceptance_memory` and `threshold_memory` are the
-    weights of the old values in these two averages.
+    `threshold`: the initial threshold; a draft ends where the acceptance bound is below the threshold.
+    `acceptance_goal`: after each submission the threshold rises if the average acceptance is below this, and falls
+    otherwise. `acceptance_memory`: the weight of the old value in the average acceptance. `threshold_memory`: the
+    weight of the old threshold in the new one. `threshold_step`: how much higher or lower the threshold is that the old
+    one is averaged with.
     """
 
     gamma: Window = 10

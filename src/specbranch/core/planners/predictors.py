@@ -1,14 +1,24 @@
-"""Predictors without a neural network: constant, random, oracle, replayed, and sent with the verdict.
+"""The registry of predictors, and those without a neural network: constant, random, oracle, replayed, and told.
 
-No predictor can change the output distribution.
+No predictor can change the output distribution. Other packages add predictors with `register_predictor`;
+`specbranch.extensions` finds them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import TypeVar
 
 from specbranch.core.distribution import RandomSource
+from specbranch.core.planner import Predictor, SettingError, suggest
 from specbranch.core.round import Round, Signal
+
+TRAINED = "hrad"  # the name on the wire of a predictor whose signals come with the verdicts
+_MAX_NAME = 64  # characters, as on the wire
+_RESERVED = (TRAINED, "random", "oracle")  # the others of the simulator
+_registered: dict[str, type[Predictor]] = {}
+
+P = TypeVar("P", bound=type[Predictor])
 
 
 class ConstantPredictor:
@@ -79,3 +89,37 @@ class HintPredictor:
 
     def predict(self, round: Round) -> Signal:
         return Signal.SOME if round.hint is None else round.hint.signal
+
+
+def predictor_names() -> tuple[str, ...]:
+    """Return the names of the predictors that need no trace: those of this package, then those of other packages."""
+    return (*CONSTANTS, *_registered)
+
+
+def register_predictor(name: str) -> Callable[[P], P]:
+    """Return a decorator that registers a class of predictors by this name: `@register_predictor("mine")`.
+
+    The class is called without arguments, once for each sequence. A draft service runs in a process of its own. It
+    finds the class by an entry point of the group `specbranch.predictors` with the same name; without an entry point
+    the name is known in this process alone.
+    """
+    if not name or len(name) > _MAX_NAME:
+        raise SettingError(f"a predictor's name has 1 to {_MAX_NAME} characters, not {len(name)}")
+
+    def register(predictor: P) -> P:
+        if not (isinstance(predictor, type) and callable(getattr(predictor, "predict", None))):
+            raise SettingError(f"predictor {name!r} is {predictor!r}; give a class with a method predict(round)")
+        if name in (*CONSTANTS, *_RESERVED) or _registered.setdefault(name, predictor) is not predictor:
+            raise SettingError(f"{name!r} is the name of another predictor already; choose another name")
+        return predictor
+
+    return register
+
+
+def make_predictor(name: str) -> Predictor:
+    """Return a predictor for one sequence; raise `SettingError` for an unknown name."""
+    if name in _registered:
+        return _registered[name]()
+    if name not in CONSTANTS:
+        raise SettingError(f"no predictor is called {name!r}; {suggest(name, predictor_names())}")
+    return CONSTANTS[name]

@@ -1,7 +1,7 @@
 """Get drafts for the rows of vLLM's batches, for either runner: gate, draft client, text drafts, predictor, counters.
 
-Rows that get no draft from the service get one by n-gram lookup in their own text and in past answers
-(`core/text_drafter.py`): also while the service is dead, late, or closed off by the gate, or if the settings name none.
+Rows for which the service gives no answer get a draft by n-gram lookup in their own text and in past answers
+(`core/text_drafter.py`): while the service is dead, late, or closed off by the gate, or if the settings name none.
 
 This module knows rows (`compat.BatchRow`) and nothing of a runner. vLLM's batches change their order and do not say
 that a request has ended. Neither matters, because the service finds sessions by their tokens.
@@ -25,7 +25,7 @@ from specbranch.plugins.vllm.hidden_states import TrainedPredictor
 from specbranch.plugins.vllm.settings import ProposerSettings
 from specbranch.plugins.vllm.stats_file import StatsPublisher, open_stats_file
 from specbranch.service.client.gate import Decision, Gate, StepTimer
-from specbranch.service.client.interface import DraftSource, SequenceUpdate
+from specbranch.service.client.interface import NO_ANSWER, DraftSource, SequenceUpdate
 from specbranch.service.client.pool import draft_client
 
 log = logging.getLogger("vllm.specbranch")  # below vLLM's own logger, to share its level and format
@@ -111,7 +111,7 @@ class BatchDrafter:
         draft.
         """
         last, self._last = self._last, _LastStep()
-        drafts = [Draft([]) for _ in rows]
+        drafts = [NO_ANSWER for _ in rows]
         client, text = self._client, self._text
         if (client is None and text is None) or not any(row.num_new for row in rows):
             return drafts
@@ -119,7 +119,7 @@ class BatchDrafter:
         step_s = self._timer.step_s(num_new, [len(row.tokens) for row in rows if row.num_new])
         gate = self._gate.present
         may_ask = client is not None and (
-            gate is None or self._gate.is_worthwhile(gate, num_new, step_s, last.had_drafts)
+            gate is None or self._gate.is_worthwhile(gate, num_new, step_s, last.num_submitted > 0)
         )
         updates = self._updates(rows, may_ask) if may_ask or text is not None else {}
         # vLLM adds one token of its own after the draft; both must fit.
@@ -128,18 +128,20 @@ class BatchDrafter:
             self._last.was_asked = True
             # One step ran since the client was last asked, and it decoded these rows only, without drafts of others.
             is_known_step = last.was_asked and len(updates) == len(rows) and (text is None or not text.num_submitted)
+            start_s = time.monotonic()
             found = client.propose(list(updates.values()), step_s if is_known_step else None)
+            self._last.waited_s = time.monotonic() - start_s
             for index, draft in zip(updates, found, strict=True):
                 if len(draft.tokens) > rooms[index]:
                     draft = Draft(draft.tokens[: rooms[index]], draft.sampled_from[: rooms[index]])
                 drafts[index] = draft
-        self._last.had_drafts = any(draft.tokens for draft in drafts)
+        self._last.num_submitted = sum(len(draft.tokens) for draft in drafts)
         if text is not None:
-            text.num_submitted, num_submitted = 0, text.num_submitted
-            if not all(drafts[index].tokens for index in updates):
-                if step_s is not None and not last.had_drafts:
-                    text.drafter.observe_step(len(rows), num_submitted, sum(num_new), step_s)
-                text.fill(drafts, updates, rooms, step_s)
+            text.num_submitted, num_submitted = 0, text.num_submitted + last.num_submitted
+            if step_s is not None:
+                text.drafter.observe_step(len(rows), num_submitted, sum(num_new), max(step_s - last.waited_s, 0.0))
+            unanswered = {index: row for index, row in updates.items() if drafts[index] is NO_ANSWER}
+            text.fill(drafts, unanswered, rooms, step_s)
         for index in updates:
             self._stats.lens[len(drafts[index].tokens)] += 1
         if self._stats.file is not None:
@@ -202,15 +204,17 @@ class BatchDrafter:
 class _LastStep:
     """The facts about one step that the next step uses.
 
-    `was_asked`: the draft service was asked for drafts. `had_drafts`: some of them are verified in the next step.
+    `was_asked`: the draft service was asked for drafts, which took `waited_s` seconds. `num_submitted` of its draft
+    tokens are verified in the next step.
     """
 
     was_asked: bool = False
-    had_drafts: bool = False
+    waited_s: float = 0.0
+    num_submitted: int = 0
 
 
 class RowTextDrafter:
-    """Drafts by n-gram lookup in a row's text and past answers, for rows that got no draft from the service.
+    """Drafts by n-gram lookup in a row's text and past answers, for rows that got no answer from the service.
 
     It never raises, and takes about 5 % of a step's time. If that is not enough time for all rows, as in large batches
     on a fast target, the rows take turns, at least 16 in each step.
@@ -227,13 +231,13 @@ class RowTextDrafter:
     def fill(
         self, drafts: list[Draft], updates: Mapping[int, SequenceUpdate], rooms: Sequence[int], step_s: float | None
     ) -> None:
-        """Replace the empty drafts of these rows in `drafts` by n-gram drafts, if the lookup finds any.
+        """Replace the drafts of these rows, which are empty, by n-gram drafts, if the lookup finds any.
 
         `rooms`: how many draft tokens each row of the batch can take. Rows without a name get none, because their
         sequence cannot be followed. `step_s` is the time of the target's last step, None if it is not known.
         """
         self._step_s = step_s or self._step_s
-        wanting = [index for index, row in updates.items() if row.name and rooms[index] and not drafts[index].tokens]
+        wanting = [index for index, row in updates.items() if row.name and rooms[index]]
         max_rows = max(_MIN_TEXT_ROWS, int(_TEXT_SHARE * self._step_s / self._row_s) if self._row_s else 0)
         if len(wanting) > max_rows:
             first = self._num_rows % len(wanting)

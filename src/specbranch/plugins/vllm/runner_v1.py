@@ -86,7 +86,7 @@ class SpecBranchProposer:
         batch allow padding, pad all rows to equal length, also if no row has a draft.
         """
         rows = compat.v1_rows(self._runner, sampled_token_ids, num_tokens_no_spec, token_ids_cpu)
-        drafts = [draft.tokens for draft in self.core.propose(rows)]
+        drafts = [[*draft.tokens] for draft in self.core.propose(rows)]  # vLLM may change its lists
         if not self._can_pad(rows):
             return drafts
         length = self.core.max_draft_tokens

@@ -22,7 +22,7 @@ from typing import NamedTuple
 from specbranch.core.round import Draft
 from specbranch.engines.vocabulary import VocabFingerprint
 from specbranch.service.client.filters import DraftFilter, VocabularyCheck
-from specbranch.service.client.interface import ClientCounts, ClientOptions, DraftSource, SequenceUpdate
+from specbranch.service.client.interface import NO_ANSWER, ClientCounts, ClientOptions, DraftSource, SequenceUpdate
 from specbranch.service.client.sequences import (
     AdvancedSession,
     SequenceDelta,
@@ -299,22 +299,24 @@ class DraftClient(DraftSource):
     ) -> tuple[dict[int, Draft], dict[bytes, PreparedRow]]:
         """Return the drafts by the rows' `place`, and the rows of unknown sequences by sequence id.
 
-        `reply` is the service's reply, None if no reply came. Of the unknown sequences, those that were opened within
-        the last second are left out unless the service is draining.
+        `reply` is the service's reply, None if no reply came. A row without an answer has the draft `NO_ANSWER`. Of the
+        unknown sequences, those that were opened within the last second are left out unless the service is draining.
         """
         vocabulary = self.connection.vocabulary
         self.counts.other_vocab += vocabulary.is_mismatch
-        drafts = {row.place: row.draft or Draft([]) for row in rows}
+        drafts = {row.place: row.draft or NO_ANSWER for row in rows}
         unknown: dict[bytes, PreparedRow] = {}
         if not vocabulary.is_known or not isinstance(reply, DraftReply) or len(reply.rows) != len(rows):
             return drafts, unknown
         self.counts.answered += 1
         probs = reply.probs if len(reply.probs) == len(rows) else [b""] * len(rows)
-        for row, proposed, packed in zip(rows, reply.rows, probs, strict=True):
+        for index, (row, proposed, packed) in enumerate(zip(rows, reply.rows, probs, strict=True)):
             if row.draft is None and proposed:
                 draft = self._filter.apply(row.update, proposed, packed, row.wire.sampling)
                 row.session.num_proposed = len(draft.tokens)
                 drafts[row.place] = draft
+            elif row.draft is None and proposed is not None and index not in reply.undraftable:
+                drafts[row.place] = Draft([])
             if proposed is None and (self.connection.is_draining or not self._was_opened(row.session)):
                 unknown[row.wire.after] = row
         return drafts, unknown
@@ -371,7 +373,7 @@ class DraftClient(DraftSource):
         drafts, unknown = self.finish_step(prepared, reply)
         if unknown:
             self.resend_unknown(unknown, end_s)
-        return [drafts.get(index) or Draft([]) for index in range(len(rows))]
+        return [drafts.get(index, NO_ANSWER) for index in range(len(rows))]
 
     def _announce_prompts(self, prompts: Sequence[Tokens], end_s: float) -> None:
         if self.vocab_mismatch:

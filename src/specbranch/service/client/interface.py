@@ -16,11 +16,11 @@ from msgspec import Meta
 
 from specbranch.core.distribution import RequestSampling
 from specbranch.core.planners import DEFAULT_PLANNER, SettingError, make_planner, setting_names, suggest
-from specbranch.core.planners.predictors import CONSTANTS
+from specbranch.core.planners.predictors import CONSTANTS, TRAINED, predictor_names
 from specbranch.core.round import AcceptanceHint, Draft
 from specbranch.core.text_drafter import TextDrafter, drafts_from_text, make_text_drafter
 from specbranch.engines.models import local_model
-from specbranch.extensions import load_planners
+from specbranch.extensions import load_extensions
 from specbranch.hrad.network import read_hrad_card
 from specbranch.service.client.sequences import SyncedSequences
 from specbranch.service.client.transport import OwnerProcess
@@ -34,6 +34,10 @@ _STEP_SHARE = 0.5  # of the target's step time: the longest wait for a reply; mo
 _SMOOTHING = 0.1  # the weight of the newest step in the target's step time
 _MIN_WAIT_S = 0.005  # a reply takes a fraction of a millisecond on a quiet machine
 
+# The draft of a row that the service gave no answer for, in time or at all. Another empty draft is an answer: the
+# service's planner, which also looks the text up, found nothing that pays for its verification.
+NO_ANSWER = Draft([])
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftSettings:
@@ -42,8 +46,8 @@ class DraftSettings:
     `address` may be a list of services with the same draft and the same keys, which share the load. With None there is
     no service: drafts come only from n-gram lookup in the text. `keys` is a directory with `client.key_secret` and
     `service.key`, needed for TCP. Targets with the same `namespace` share drafts for equal sequences. `is_gated`: do
-    not draft at loads where drafts were measured not to make decoding faster. `predictor`: a built-in predictor's name,
-    or a trained one's directory, as a path or relative to $SPECBRANCH_MODELS.
+    not draft at loads where drafts were measured not to make decoding faster. `predictor`: a predictor's name, or a
+    trained one's directory, as a path or relative to $SPECBRANCH_MODELS.
     """
 
     address: str | list[str] | None = field(default_factory=default_address)
@@ -57,22 +61,23 @@ class DraftSettings:
 
     @property
     def trained_predictor(self) -> Path | None:
-        """The directory of the trained predictor; None if `predictor` is the name of a built-in predictor."""
-        return None if self.predictor in CONSTANTS else local_model(self.predictor) or Path(self.predictor)
+        """The directory of the trained predictor; None if `predictor` is the name of a predictor without training."""
+        load_extensions()
+        return None if self.predictor in predictor_names() else local_model(self.predictor) or Path(self.predictor)
 
     def checked_settings(self, gamma: int) -> dict[str, Any]:
         """Return the planner's settings, with `gamma` unless they name another number; raise if anything is wrong.
 
         `gamma` is the maximum of draft tokens per step.
         """
-        load_planners()
+        load_extensions()
         settings = dict(self.settings)
         if "gamma" in setting_names(self.planner):
             settings.setdefault("gamma", gamma)
         planner = make_planner(self.planner, settings, CONSTANTS["confidence"])  # raises if the service would refuse it
         trained = self.trained_predictor
         if trained is not None and not trained.is_dir():
-            hint = suggest(self.predictor, list(CONSTANTS))
+            hint = suggest(self.predictor, predictor_names())
             raise SettingError(f"no predictor is called {self.predictor!r}, nor a directory with a trained one; {hint}")
         if trained is not None and planner.asks_predictor:
             _check_window(trained, settings.get("gamma", gamma))
@@ -97,7 +102,7 @@ class DraftSettings:
             address=self.address,
             planner=self.planner,
             settings=settings,
-            predictor="hrad" if self.trained_predictor else self.predictor,
+            predictor=TRAINED if self.trained_predictor else self.predictor,
             deadline_s=self.deadline_ms / 1000,
             step_share=None if planner.may_block_target else _STEP_SHARE,
             namespace=self.namespace.encode(errors="surrogatepass") if self.namespace else None,
@@ -265,13 +270,13 @@ class DraftSource(ABC):
         """Send the service prompts that the target begins to prefill, as many as possible until `end_s`."""
 
     def propose(self, rows: Sequence[SequenceUpdate], step_s: float | None = None) -> list[Draft]:
-        """Send the verdicts of a step and return a draft for every row, empty if it comes too late. Never raise.
+        """Send the verdicts of a step and return a draft for every row, `NO_ANSWER` if it comes too late. Never raise.
 
         `step_s` is the time since the last call, if the engine has run one step since then, which decoded these rows
         and nothing else.
         """
         if not self._owner.is_current():
-            return [Draft([]) for _ in rows]
+            return [NO_ANSWER for _ in rows]
         self.counts.calls += 1
         start_s = self._clock()
         # The service learns what verifying costs, so what the last call has waited for drafts does not count.
@@ -286,7 +291,7 @@ class DraftSource(ABC):
             log.exception("the draft client failed; this step goes without drafts")
         self._waited_s = self._clock() - start_s
         self.counts.wait_s += self._waited_s
-        return [Draft([]) for _ in rows] if found is None else found
+        return [NO_ANSWER for _ in rows] if found is None else found
 
     def announce_prompts(self, prompts: Sequence[Tokens]) -> None:
         """Send the service the sequences that the target begins to prefill, and wait for nothing. Never raise."""

@@ -21,7 +21,7 @@ from dataclasses import replace
 
 from specbranch.core.round import Draft
 from specbranch.service.client.client import DraftClient, PreparedRow
-from specbranch.service.client.interface import ClientOptions, DraftSource, SequenceUpdate
+from specbranch.service.client.interface import NO_ANSWER, ClientOptions, DraftSource, SequenceUpdate
 from specbranch.service.client.sequences import SequenceDelta
 from specbranch.service.client.transport import ZmqTransport, poll_any
 from specbranch.service.wire.addresses import normalize_addresses
@@ -176,7 +176,7 @@ class DraftPool(DraftSource):
         """
         waiting = [service for service, rows in sent.items() if any(row.draft is None for row in rows)]
         replies = self._await([service for service in waiting if service.connection.may_wait()], end_s)
-        found = [Draft([]) for _ in range(num_rows)]
+        found = [NO_ANSWER for _ in range(num_rows)]
         for service, rows in sent.items():
             drafts, unknown = service.finish_step(rows, replies.get(service))
             for index, draft in drafts.items():

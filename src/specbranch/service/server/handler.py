@@ -320,7 +320,8 @@ class RequestHandler:
         self.counts.wait_s += now_s - pending.since_s
         self.lookup.tenants.record_reply(pending.step.namespace, now_s)
         probs = pending.probs if any(pending.probs) else []
-        return (pending.client, DraftReply(pending.step.round, pending.proposals, probs))
+        undraftable = [index for index, one in enumerate(pending.sessions) if one is not None and not one.is_draftable]
+        return (pending.client, DraftReply(pending.step.round, pending.proposals, probs, undraftable))
 
     def _trace_reply(self, pending: PendingStep, at_s: float) -> None:
         if self._observer is not None:

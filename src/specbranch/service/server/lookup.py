@@ -8,8 +8,8 @@ from typing import Any
 
 from specbranch.core.node import GreedyPicker
 from specbranch.core.planner import Planner, Predictor
-from specbranch.core.planners import SettingError, make_planner
-from specbranch.core.planners.predictors import CONSTANTS, HintPredictor
+from specbranch.core.planners import make_planner
+from specbranch.core.planners.predictors import CONSTANTS, TRAINED, HintPredictor, make_predictor
 from specbranch.core.session import Session
 from specbranch.engines.base import DraftEngine
 from specbranch.engines.tree_cache import TreeCache
@@ -22,7 +22,6 @@ from specbranch.service.server.tenants import ClientActivity, Tenants
 from specbranch.service.wire.messages import OpenSequences, Reason, StepRow, unpack_tokens
 from specbranch.service.wire.payloads import Digest
 
-_PREDICTORS: dict[str, Predictor] = {**CONSTANTS, "hrad": HintPredictor()}
 Obstacle = tuple[Reason, int, int]  # why a sequence gets no drafts, the value at fault, and the limit
 _MIN_FREE_TOKENS = 64  # that the cache must have left for drafting
 
@@ -56,12 +55,10 @@ class SessionLookup:
 
         `user` is the short name of the client's key, empty if it has none.
         """
-        if request.predictor not in _PREDICTORS:
-            raise SettingError(f"no predictor is called {request.predictor!r}; choose from {', '.join(_PREDICTORS)}")
         is_accepted = True
         client.last_message_s = self._clock()
         for tokens in map(unpack_tokens, request.sequences):
-            planner = make_planner(request.planner, request.settings, _PREDICTORS[request.predictor])
+            planner = make_planner(request.planner, request.settings, _predictor(request.predictor))
             # Rows with equal sequences open the sequence once each; the first draft tree stays.
             digest = Digest(tokens)
             if self._store.find((request.namespace, digest.name)) is not None:
@@ -137,7 +134,7 @@ class SessionLookup:
         It has only the digest and the `last` token of the sequence. `obstacle` is why the sequence gets no drafts.
         """
         self._store.undrafted.record(namespace, *obstacle)
-        planner = make_planner("none", {}, _PREDICTORS["none"])
+        planner = make_planner("none", {}, CONSTANTS["none"])
         core = Session([last], planner, GreedyPicker(), self.tenants.costs(namespace))
         core.skip_round()
         tree_cache = TreeCache(self._engine)
@@ -155,3 +152,8 @@ class SessionLookup:
         if length + _MIN_FREE_TOKENS > self._info.max_tokens:
             return "too_long", length, max(self._info.max_tokens - _MIN_FREE_TOKENS, 0)
         return None
+
+
+def _predictor(name: str) -> Predictor:
+    """Return the predictor of a new sequence; raise `SettingError` for an unknown name."""
+    return HintPredictor() if name == TRAINED else make_predictor(name)

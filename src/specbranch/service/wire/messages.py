@@ -142,11 +142,13 @@ class DraftReply(Struct, tag="proposals", array_like=True, frozen=True, forbid_u
     """The reply to `StepRequest`: a draft for every row, None where the sequence is unknown and must be opened.
 
     `probs`: the packed distributions that each row's tokens were sampled from; empty if no row has a sampled token.
+    `undraftable`: the indices of rows whose sequences the service cannot draft for, such as too long ones.
     """
 
     round: Round
     rows: Annotated[list[Annotated[list[Token], Meta(max_length=MAX_NEW)] | None], Meta(max_length=MAX_ROWS)]
     probs: Annotated[list[Probs], Meta(max_length=MAX_ROWS)] = []
+    undraftable: Annotated[list[Annotated[int, Meta(ge=0, lt=MAX_ROWS)]], Meta(max_length=MAX_ROWS)] = []
 
 
 class VerdictDraft(Struct, array_like=True, frozen=True, forbid_unknown_fields=True):

@@ -1,0 +1,1 @@
+"""A planner and a predictor in a package of their own."""
