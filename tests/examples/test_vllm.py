@@ -74,13 +74,20 @@ def test_a_target_with_its_draft_on_another_machine(
     assert num_accepted(run("examples/two_machines.py", *words, bind="0")) > 0
 
 
-def test_a_planner_of_another_package_drafts_for_vllm(pair: tuple[str, str], python: str) -> None:
-    own = ("--planner", "cautious", "--set", "wait_for_draft=true", "--set", "least=0")
-    words = ("generate", pair[0], "--draft", pair[1], *own, "--dtype", "float32", "--max-tokens", "24", "--compare")
-    printed = run("-m", "specbranch", *words, "--prompt", "Count to ten.", "--json", python=python)
+@pytest.mark.parametrize(
+    ("planner", "words"),
+    [("cautious", ["--set", "least=0"]), ("specbranch", ["--predictor", "stretch"])],
+    ids=["planner", "predictor"],
+)
+def test_a_planner_and_a_predictor_of_another_package_draft_for_vllm(
+    pair: tuple[str, str], python: str, planner: str, words: list[str]
+) -> None:
+    own = ("--planner", planner, "--set", "wait_for_draft=true", *words)
+    given = ("generate", pair[0], "--draft", pair[1], *own, "--dtype", "float32", "--max-tokens", "24", "--compare")
+    printed = run("-m", "specbranch", *given, "--prompt", "Count to ten.", "--json", python=python)
     document = json.loads(printed.splitlines()[-1])
 
-    assert document["planner"] == "cautious"
+    assert document["planner"] == planner
     assert document["accepted"] > 0
     assert document["is_equal"], "in float32 the output is bare vLLM's"
 

@@ -135,6 +135,24 @@ class StepTimeModel:
         return StepCost(first, slope)
 
 
+class DecayingMean:
+    """A mean in which an observation's weight halves with every `half_life` further observations."""
+
+    def __init__(self, half_life: float) -> None:
+        self._keep = 0.5 ** (1 / half_life)
+        self._total = self._weight = 0.0
+
+    def observe(self, total: float, count: float = 1.0) -> None:
+        """Add one observation of `count` values with this sum."""
+        self._total = self._total * self._keep + total
+        self._weight = self._weight * self._keep + count
+
+    def value(self, prior: float = 0.0, prior_weight: float = 0.0) -> float:
+        """Return the mean, as if there were `prior_weight` more values, each `prior`; `prior` if there are none."""
+        weight = self._weight + prior_weight
+        return (self._total + prior_weight * prior) / weight if weight else prior
+
+
 class TokensPerStep:
     """Running averages of the tokens that one sequence submits and commits in a step of the target.
 
@@ -143,14 +161,13 @@ class TokensPerStep:
     """
 
     def __init__(self, half_life: float = 32.0) -> None:
-        self._keep = 0.5 ** (1 / half_life)
-        self._rows = self._committed = self._submitted = self.wait_s = 0.0
+        self._submitted, self._committed = DecayingMean(half_life), DecayingMean(half_life)
+        self.wait_s = 0.0
 
     def observe(self, num_rows: int, num_submitted: int, num_committed: int) -> None:
         """Add one step to the averages: its `num_rows` sequences, and how many tokens they submitted and committed."""
-        self._rows = self._rows * self._keep + num_rows
-        self._submitted = self._submitted * self._keep + num_submitted
-        self._committed = self._committed * self._keep + num_committed
+        self._submitted.observe(num_submitted, num_rows)
+        self._committed.observe(num_committed, num_rows)
 
     def observe_wait(self, wait_s: float) -> None:
         """Add how long the target has waited for drafts before a step."""
@@ -159,29 +176,12 @@ class TokensPerStep:
     @property
     def submitted(self) -> float:
         """Average number of draft tokens that a sequence submits in a step; 0 before the first step."""
-        return self._submitted / self._rows if self._rows else 0.0
+        return self._submitted.value()
 
     @property
     def committed(self) -> float:
         """Average number of tokens that a sequence commits in a step; 0 before the first step."""
-        return self._committed / self._rows if self._rows else 0.0
-
-
-class Pace:
-    """Learns how many tokens a verdict commits; a verdict's weight halves every `half_life` verdicts."""
-
-    def __init__(self, half_life: float) -> None:
-        self._keep = 0.5 ** (1 / half_life)
-        self._num_tokens = self._num_verdicts = 0.0
-
-    def observe(self, num_tokens: int) -> None:
-        """Add a verdict that has committed this number of tokens."""
-        self._num_tokens = self._num_tokens * self._keep + num_tokens
-        self._num_verdicts = self._num_verdicts * self._keep + 1
-
-    def mean(self, prior: float) -> float:
-        """Return the mean number of tokens of a verdict, as if two more verdicts had committed `prior` tokens each."""
-        return (self._num_tokens + 2 * prior) / (self._num_verdicts + 2)
+        return self._committed.value()
 
 
 class AnswerLength:
@@ -304,7 +304,8 @@ class PairModel:
     sampled: Calibration = field(default_factory=Calibration)  # of sequences that use rejection sampling
     history: OutputHistory = field(default_factory=OutputHistory)
     answer_len: AnswerLength = field(default_factory=AnswerLength)
-    plain_pace: Pace = field(default_factory=lambda: Pace(_PACE_HALF_LIFE))  # of verdicts without a draft step before
+    # Tokens that a verdict commits without a draft step before it.
+    plain_pace: DecayingMean = field(default_factory=lambda: DecayingMean(_PACE_HALF_LIFE))
     first_choice_prob: float = 0.7  # how likely the draft's first choice is accepted, on average
 
     def observe_first_choice(self, prob: float) -> None:

@@ -16,7 +16,7 @@ import pytest
 
 from specbranch.core.round import MAX_WINDOW
 from specbranch.service.client.client import DraftClient
-from specbranch.service.client.interface import ClientOptions, SequenceUpdate
+from specbranch.service.client.interface import NO_ANSWER, ClientOptions, SequenceUpdate
 from specbranch.service.wire.messages import (
     MAX_REPLY,
     MAX_ROWS,
@@ -71,6 +71,26 @@ def test_two_samples_of_one_text_that_part_are_two_texts_at_once(tmp_path: Path)
             opened.append(client.counts.opened)
 
     assert opened == [1, 2, 2]
+
+
+def test_an_empty_draft_is_told_from_no_answer(tmp_path: Path) -> None:
+    """The second text has a token that the draft model does not know, so the service never drafts for it."""
+    with (
+        scripted_service(tmp_path) as service,
+        contextlib.closing(DraftClient(ClientOptions(service.address, "none", deadline_s=PATIENCE_S))) as client,
+    ):
+        assert client.hello(PATIENCE_S)
+        texts, end_s = [[1, 2, 3], [1, VOCAB + 7]], time.monotonic() + PATIENCE_S
+        found = client.propose([SequenceUpdate(text, 1) for text in texts])
+        assert all(draft is NO_ANSWER for draft in found), "both are unknown yet"
+        while found[0] is NO_ANSWER:
+            assert time.monotonic() < end_s, client.counts
+            time.sleep(0.02)
+            texts = [[*text, 4] for text in texts]
+            found = client.propose([SequenceUpdate(text, 1) for text in texts])
+
+    assert found[0] == NO_ANSWER and found[1] is NO_ANSWER
+    assert client.counts.faults == client.counts.refused == 0
 
 
 def test_a_draft_with_a_larger_vocabulary_is_noticed_by_the_way_and_its_other_tokens_are_used(
@@ -153,7 +173,7 @@ def test_the_largest_answer_there_can_be_fits_into_a_reply() -> None:
 FORKED = """
 import os, signal, sys
 from specbranch.service.client.client import DraftClient
-from specbranch.service.client.interface import ClientOptions, SequenceUpdate
+from specbranch.service.client.interface import NO_ANSWER, ClientOptions, SequenceUpdate
 from specbranch.service.client.stats import ServiceStatus, StatsClient
 address = sys.argv[1]
 row = SequenceUpdate([1, 2, 3], 1)

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from itertools import takewhile
 
 from specbranch.core.calibration import MEMORY, TEXT
-from specbranch.core.costs import Pace
+from specbranch.core.costs import DecayingMean
 from specbranch.core.node import Node
 from specbranch.core.planner import Planner, Predictor, Rows, Settings, Share, Window
 from specbranch.core.round import Round, Verdict
@@ -36,6 +36,7 @@ _MIN_PROB = 0.01
 _FIRST_ROUND = 1  # it begins with the first token of the answer, which nobody should wait for longer than without us
 _MIN_MEASURED = 8  # draft steps before their cost is believed: the first ones after a start are slow
 _PACE_HALF_LIFE = 8.0  # rounds of one sequence, whose text may turn from prose to a copy and back
+_PRIOR_ROUNDS = 2.0  # weight of what other sequences committed in the pace of one sequence
 _MIN_GUESS_PROB = 0.1  # a guess that is verified in vain costs the target a little
 
 
@@ -77,7 +78,8 @@ class BudgetPlanner(Planner[BudgetSettings]):
         self._was_too_slow = False  # a further draft step was not worth its time
         self._last_tip: Node | None = None  # that one of them has run
         self._num_emitted = 0  # tokens of the answer
-        self._pace, self._plain_pace = Pace(_PACE_HALF_LIFE), Pace(_PACE_HALF_LIFE)  # plain: of rounds without a wait
+        # Tokens that a verdict commits: in all rounds, and in those without a wait.
+        self._pace, self._plain_pace = DecayingMean(_PACE_HALF_LIFE), DecayingMean(_PACE_HALF_LIFE)
 
     @property
     def may_block_target(self) -> bool:
@@ -181,7 +183,7 @@ class BudgetPlanner(Planner[BudgetSettings]):
         num_rows = costs.target.num_rows
         # Time is worth what this sequence emits in it, which may be far from the average of texts.
         mean = max(costs.target.tokens_per_step.committed, 1.0)
-        rate = costs.target.rate * self._pace.mean(mean) / mean
+        rate = costs.target.rate * self._pace.value(mean, _PRIOR_ROUNDS) / mean
         self._was_too_slow = self._gain_of_step(round, tip) <= costs.draft.cost.at(num_rows) / num_rows * rate
         return not self._was_too_slow
 
@@ -208,7 +210,7 @@ class BudgetPlanner(Planner[BudgetSettings]):
         prefill_s = round.num_unprefilled * costs.draft.prefill_token_s
         if tip is None or draft is None or target is None or prefill_s <= draft.at(1):
             return True
-        pace = self._plain_pace.mean(costs.plain_pace.mean(1.0))
+        pace = self._plain_pace.value(costs.plain_pace.value(1.0, _PRIOR_ROUNDS), _PRIOR_ROUNDS)
         round_s, num_tokens, gain = target.at(num_rows), pace, self._gain_of_step(round, tip)
         plain_s = token_s = round_s / num_tokens
         for _ in range(self.settings.gamma):

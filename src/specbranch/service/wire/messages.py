@@ -18,7 +18,7 @@ from specbranch.engines.vocabulary import HASH_LEN, MAX_SAMPLE
 from specbranch.errors import SpecBranchError
 from specbranch.service.wire.payloads import DIGEST_LEN
 
-VERSION = 11
+VERSION = 12
 MAX_FRAME = 1 << 20  # bytes
 MAX_REPLY = 1 << 20  # bytes, enough for windows of 64 tokens in 1024 rows three times over, without probabilities
 MAX_ROWS = 1024
