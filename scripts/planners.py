@@ -4,14 +4,18 @@
 from __future__ import annotations
 
 import argparse
+import inspect
 import re
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from pathlib import Path
 
+from specbranch.core.node import Node
 from specbranch.core.planner import Settings, describe_setting
 from specbranch.core.planners import DEFAULT_PLANNER, PLANNERS, settings_type
+from specbranch.core.round import Round
+from specbranch.core.tree import Tree
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "planners.md"
 
@@ -100,6 +104,68 @@ def rows(settings: type[Settings]) -> Iterator[str]:
         yield f"| `{field.name}` | {default} | {describe_setting(settings, field.name)} | {meaning} |"
 
 
+# What planners may ask of these classes.
+ASKED = {
+    Round: ("is_hit", "is_waiting", "tree", "costs"),
+    Tree: ("root", "end", "chain", "children", "next_unrun", "path_prob"),
+    Node: ("token", "position", "parent", "children", "distribution"),
+}
+SAID = {  # of fields, which have no docstrings
+    "tree": "The drafted tokens that may follow the last committed token.",
+    "costs": "What was learned of both models: step times, and how often the draft model is right.",
+    "is_hit": "Whether the draft model had computed its distribution after the last verdict's own token before that verdict.",
+    "root": "The last committed token.",
+    "token": "Its token id.",
+    "position": "Its index in the whole sequence, prompt included.",
+    "parent": "The node before it.",
+    "children": "The tokens that were drawn after it, most likely first.",
+    "distribution": "The draft model's distribution of the token after it; None until the node was run.",
+}
+
+
+def asked() -> Iterator[str]:
+    """Yield a row of a table for each name that planners may use."""
+    for owner, names in ASKED.items():
+        for name in names:
+            found = inspect.getattr_static(owner, name, None)
+            said, call = SAID.get(name, ""), ""
+            if isinstance(found, property):
+                said = found.__doc__ or ""
+            elif inspect.isfunction(found):
+                said = found.__doc__ or ""
+                call = f"({', '.join(list(inspect.signature(found).parameters)[1:])})"
+            yield f"| `{owner.__name__.lower()}.{name}{call}` | {' '.join(said.split())} |"
+
+
+OWN = """## A planner of your own
+
+A class in [thirty lines](../examples/extension/README.md). One object serves one sequence, so it may keep what it likes. Its methods are called
+between steps and must return within microseconds:
+
+- `submit(round)` after every verdict: the chain of nodes below the root to verify now, or None to let the target wait; then it is called
+  again after every draft step. After the deadline the target goes on with what there is.
+- `rows_to_run(round)` before every draft step: the nodes whose distributions the draft model should compute, most valuable first. To
+  compute a node's distribution is to *run* it; tokens after it can be drawn then. A node that has run is not to be named again.
+- `learn(round, verdict)` with every verdict, before the tree's root moves. By default it does nothing.
+
+What they may ask, all of it without side effects but that `chain`, `children` and `next_unrun` draw tokens where distributions are known:
+
+| name | |
+|---|---|
+{table}
+
+Three branches where a submission ends, each `depth` tokens long:
+
+```python
+def rows_to_run(self, round):
+    tree = round.tree
+    if tree.end.distribution is None:
+        return [tree.end]
+    tips = [tree.next_unrun(branch, self.settings.depth) for branch in tree.children(tree.end, 3)]
+    return [tip for tip in tips if tip]
+```"""
+
+
 def page() -> str:
     """Return the page."""
     lines = [
@@ -109,7 +175,7 @@ def page() -> str:
         "    specbranch simulate --planners pearl,specbranch,budget --sweep specbranch.confidence=0.1:0.9:0.2",
         "",
         "A planner decides for each request what is drafted and what is submitted for verification, never what is accepted. "
-        f"The default is [`{DEFAULT_PLANNER}`](#{DEFAULT_PLANNER}). A planner of your own takes [thirty lines](../examples/extension/README.md).",
+        f"The default is [`{DEFAULT_PLANNER}`](#{DEFAULT_PLANNER}). [A planner of your own](#a-planner-of-your-own) takes thirty lines.",
         "",
         "This page is made by `scripts/planners.py` from the settings classes. Speeds: [simulated on the paper's pairs](paper.md), "
         "[on real engines](benchmarks.md#every-planner-four-tasks).",
@@ -119,7 +185,7 @@ def page() -> str:
         lines += ["", f"## {name}", "", about.does, "", f"*Idea:* {about.idea}", "", f"*When it wins:* {about.wins}"]
         if fields(settings):
             lines += ["", "| setting | default | values | meaning |", "|---|---|---|---|", *rows(settings)]
-    return "\n".join(lines) + "\n"
+    return "\n".join([*lines, "", OWN.format(table="\n".join(asked()))]) + "\n"
 
 
 def main() -> None:

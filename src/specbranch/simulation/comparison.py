@@ -93,9 +93,11 @@ class PlannerComparison:
         """Raise `SettingError` if a setting is known to none of the planners."""
         for key in self.settings:
             if not any(self._is_for(planner, key) for planner in self.planners):
-                known = sorted({name for planner in self.planners for name in setting_names(planner)})
+                owner, _, name = key.rpartition(".")
+                asked = [owner] if owner in self.planners else self.planners
+                known = sorted({name for planner in asked for name in setting_names(planner)})
                 raise SettingError(
-                    f"none of the planners {', '.join(self.planners)} has a setting {key!r}; {suggest(key, known)}"
+                    f"none of the planners {', '.join(asked)} has a setting {name!r}; {suggest(name, known)}"
                 )
 
     def run(self, show: Callable[[str], None] = lambda planner: None) -> dict[str, SimulationResult]:

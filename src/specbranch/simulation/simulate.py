@@ -39,7 +39,7 @@ from specbranch.trace import Answer, Trace, TraceError
 
 _ROW_LIMIT = 64  # the default of draft engines
 # The paper does not state its threshold; its authors' code had 0.2 and 0.3. If the target waits after a miss, this
-# one is the fastest over all presets (studies/01-weak-pair). The planner's default suits the service instead.
+# one is the fastest over all presets (studies/10-paper). The planner's default suits the service instead.
 PAPER_CONFIDENCE = 0.5
 
 
@@ -172,18 +172,21 @@ def simulate(
 ) -> SimulationResult:
     """Decode every answer of a trace in virtual time, `batch` at once; return speed over plain decoding and counters.
 
-    `planner` is a `Method`, or the name of a planner; the latter is simulated as in the service, with `gamma` as its
-    longest submission, by default `c` rounded, so that planners which are compared have the same. `c` is the time of a
-    target step divided by that of a draft step of one row, `row_cost` the time of each further row; give a `Layout`
-    instead to set more. `costs` learns step times and acceptance from all sessions; None: a new one. `observe` is
-    called with each finished step. The target waits for drafts up to `deadline_s`. All times are in draft steps of one
-    row.
+    `planner` is a `Method`, or the name of a planner. The latter is simulated as in the service, with `c` rounded as
+    its longest submission, so that planners which are compared have the same; `gamma` sets another, for a `Method` too.
+    `c` is the time of a target step divided by that of a draft step of one row, `row_cost` the time of each further
+    row; give a `Layout` instead to set more. `costs` learns step times and acceptance from all sessions; None: a new
+    one. `observe` is called with each finished step. The target waits for drafts up to `deadline_s`. All times are in
+    draft steps of one row.
     """
     if layout is None:
         if c is None:
             raise SettingError("say how much slower a target step is than a draft step: c=6, or a Layout")
         layout = Layout(c, row_cost, batch)
-    method = planner if isinstance(planner, Method) else _served(planner, trace, layout, gamma)
+    if isinstance(planner, Method):
+        method = planner if gamma is None else replace(planner, settings={**planner.settings, "gamma": gamma})
+    else:
+        method = _served(planner, trace, layout, gamma)
     load_extensions()
     if method.predictor == TRAINED:
         _refuse_unforeseen(trace)

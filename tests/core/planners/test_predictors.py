@@ -70,6 +70,7 @@ def test_a_registered_predictor_is_made_anew_for_each_sequence() -> None:
     ("name", "predictor", "message"),
     [
         ("", Bold, "1 to 64 characters"),
+        (Bold, Bold, "1 to 64 characters"),
         ("x" * 65, Bold, "1 to 64 characters"),
         ("mine", int, r"a class with a method predict\(round\)"),
         ("mine", Bold(), r"a class with a method predict\(round\)"),

@@ -21,6 +21,8 @@ from specbranch.simulation.simulate import SimulationResult, simulated_predictor
 from specbranch.trace import Trace, TraceError, read_trace
 
 _MAX_POINTS = 100  # of a sweep
+_DEFAULT_PRESET = "vicuna-68m-13b"
+_PLOT_TYPES = (".png", ".svg", ".pdf")
 _COLUMNS = (
     "gamma",
     "speed",
@@ -43,7 +45,10 @@ _LEGEND = (
 
 def simulate(
     preset: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Pair of models from the paper; --list shows them.")
+        str | None,
+        typer.Option(
+            metavar="NAME", help=f"Pair of models from the paper; --list shows them. Default: {_DEFAULT_PRESET}."
+        ),
     ] = None,
     trace: Annotated[
         Path | None,
@@ -91,7 +96,9 @@ def simulate(
         str,
         typer.Option(
             metavar="NAME",
-            help="What predicts acceptance: confidence, none, all, random, oracle, hrad, or one of another package.",
+            help="What tells `specbranch` how much of the next window will be accepted: confidence (nothing does), "
+            "none or all (always this), random, oracle (the truth), hrad (as recorded in the trace), or a predictor of "
+            "another package.",
         ),
     ] = "confidence",
     settings: Annotated[
@@ -108,7 +115,7 @@ def simulate(
         typer.Option(
             metavar="KEY=VALUES",
             help="Simulate once for each value of a setting, or of c, gamma, acceptance, correlation, row_cost or "
-            "batch: c=2,4,8 or specbranch.confidence=0.1:0.9:0.1. With c, gamma is c.",
+            "batch: c=2,4,8, or from:to:step as in specbranch.confidence=0.1:0.9:0.1. With c, gamma is c.",
         ),
     ] = None,
     form: Annotated[
@@ -120,7 +127,10 @@ def simulate(
     seed: Annotated[int, typer.Option(metavar="N", help="Random seed.")] = 0,
     plot: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Draw the first rounds and the speed against c; with --sweep, the sweep."),
+        typer.Option(
+            metavar="FILE",
+            help="Draw the first rounds and the speed against c; with --sweep, the sweep. A PNG, SVG or PDF file.",
+        ),
     ] = None,
     as_json: AsJson = False,
     list_presets: Annotated[bool, typer.Option("--list", help="List the presets with their sources.")] = False,
@@ -135,6 +145,8 @@ def simulate(
         return
     with friendly_errors(UsageError, SettingError, TraceError, ImportError):
         check_directory("--plot", plot)
+        if plot is not None and plot.suffix not in _PLOT_TYPES:
+            raise UsageError(f"--plot is {plot}; give a file that ends in {', '.join(_PLOT_TYPES)}")
         names = _planner_names(planners)
         if predictor not in simulated_predictors():
             choices = ", ".join(simulated_predictors())
@@ -251,7 +263,7 @@ def _pair(
     _refuse_outside("--correlation", correlation)
     recorded = None
     if trace is None and acceptance is None:
-        pair = _preset_pair(preset or "vicuna-68m-13b")
+        pair = _preset_pair(preset or _DEFAULT_PRESET)
     elif c is None:
         raise UsageError("--trace and --acceptance need --c, the target's step time divided by the draft's")
     elif acceptance is not None:
@@ -296,6 +308,8 @@ def _print_table(
     pair = comparison.pair
     title = f"{pair.name}: c {pair.c:g}, agreement {trace.match_share():.3f}, row cost {pair.row_cost:g}"
     caption = f"{trace.num_tokens} tokens, batch {comparison.batch}, predictor {comparison.predictor}"
+    if "specbranch" in results:
+        caption += f", specbranch {'in the paper' + chr(39) + 's form' if comparison.as_in_paper else 'as served'}"
     table = Table(title=title, caption=caption, box=None, padding=(0, 1, 0, 0))
     table.add_column("planner", no_wrap=True)
     for column in _COLUMNS:

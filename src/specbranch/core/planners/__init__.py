@@ -49,8 +49,8 @@ def register_planner(name: str) -> Callable[[P], P]:
     A draft service runs in a process of its own. It finds the class by an entry point of the group
     `specbranch.planners` with the same name; without an entry point the name is known in this process alone.
     """
-    if not name or len(name) > _MAX_NAME:
-        raise SettingError(f"a planner's name has 1 to {_MAX_NAME} characters, not {len(name)}")
+    if not isinstance(name, str) or not 1 <= len(name) <= _MAX_NAME:
+        raise SettingError(f"a planner's name is a text of 1 to {_MAX_NAME} characters, not {name!r}")
 
     def register(planner: P) -> P:
         if not (isinstance(planner, type) and issubclass(planner, Planner)):

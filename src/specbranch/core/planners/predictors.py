@@ -103,8 +103,8 @@ def register_predictor(name: str) -> Callable[[P], P]:
     finds the class by an entry point of the group `specbranch.predictors` with the same name; without an entry point
     the name is known in this process alone.
     """
-    if not name or len(name) > _MAX_NAME:
-        raise SettingError(f"a predictor's name has 1 to {_MAX_NAME} characters, not {len(name)}")
+    if not isinstance(name, str) or not 1 <= len(name) <= _MAX_NAME:
+        raise SettingError(f"a predictor's name is a text of 1 to {_MAX_NAME} characters, not {name!r}")
 
     def register(predictor: P) -> P:
         if not (isinstance(predictor, type) and callable(getattr(predictor, "predict", None))):
