@@ -211,3 +211,11 @@ def test_every_drafted_token_is_settled_once_or_still_alive(data: st.DataObject)
         assert tree.num_drafted == settled + tree.num_alive
         assert tree.num_alive == sum(1 for _ in nodes(tree))
         assert all(node.outcome is None for node in nodes(tree))
+
+
+def test_rollback_rates_are_shares_of_the_drafted_tokens_with_losing_branches_and_without() -> None:
+    counts = RollbackCounts(used=4, rejected=3, unused=8, cut=1, losing=6)
+
+    assert counts.rollback_rate == 6 / 10
+    assert counts.rollback_rate_with_losing == 12 / 16
+    assert RollbackCounts().rollback_rate == RollbackCounts().rollback_rate_with_losing == 0.0
