@@ -287,7 +287,7 @@ def test_a_token_that_the_draft_does_not_know_never_enters_the_session_that_draf
     bench.open([4, 5])
     bench.work()
     drafting = draft_of(bench, [4, 5])
-    assert bench.step([4, 5], 6, VOCAB) == [DraftReply(1, [[]])]
+    assert bench.step([4, 5], 6, VOCAB) == [DraftReply(1, [[]], undraftable=[0])]
 
     assert drafting.core.tokens == [4, 5] and drafting.is_dropped
     assert draft_of(bench, [4, 5, 6, VOCAB]).state is State.UNDRAFTABLE

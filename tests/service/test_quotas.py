@@ -254,8 +254,8 @@ def test_a_text_that_is_not_drafted_for_is_kept_by_its_name_only() -> None:
     bench = Bench(engine)
     text = [number % VOCAB for number in range(5000)]
     bench.open(text)
-    assert bench.step(text, 1) == [DraftReply(1, [[]])]
-    assert bench.step([*text, 1], 2, 3) == [DraftReply(1, [[]])]
+    assert bench.step(text, 1) == [DraftReply(1, [[]], undraftable=[0])]
+    assert bench.step([*text, 1], 2, 3) == [DraftReply(1, [[]], undraftable=[0])]
     (session,) = bench.store.snapshot()
 
     assert bench.store.num_tokens == len(session.core.tokens) == 4
