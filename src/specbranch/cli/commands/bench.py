@@ -39,7 +39,7 @@ bench.callback()(print_help_alone)
 _RESULTS = typer.Argument(metavar="FILE", help="Result file of `specbranch bench run`.", show_default=False)
 
 
-@bench.command(epilog=example("specbranch bench run benchmarks/small.toml --data prompts --out r.jsonl"))
+@bench.command(epilog=example("specbranch bench run benchmarks/equal.toml --data prompts --out r.jsonl"))
 def run(
     scenario: Annotated[
         Path, typer.Argument(metavar="SCENARIO", help="TOML file that says what to measure.", show_default=False)
