@@ -183,10 +183,7 @@ def simulate(
         if c is None:
             raise SettingError("say how much slower a target step is than a draft step: c=6, or a Layout")
         layout = Layout(c, row_cost, batch)
-    if isinstance(planner, Method):
-        method = planner if gamma is None else replace(planner, settings={**planner.settings, "gamma": gamma})
-    else:
-        method = _served(planner, trace, layout, gamma)
+    method = _method(planner, trace, layout, gamma)
     load_extensions()
     if method.predictor == TRAINED:
         _refuse_unforeseen(trace)
@@ -210,7 +207,9 @@ def simulate(
     return SimulationResult(method, elapsed_s, plain_s / elapsed_s, stats)
 
 
-def _served(planner: str, trace: Trace, layout: Layout, gamma: int | None) -> Method:
+def _method(planner: str | Method, trace: Trace, layout: Layout, gamma: int | None) -> Method:
+    if isinstance(planner, Method):
+        return planner if gamma is None else replace(planner, settings={**planner.settings, "gamma": gamma})
     pair = ModelPair("trace", layout.c, gamma or window_for(layout.c), trace.match_share(), "")
     return method_for(planner, pair, as_in_paper=False, has_text=trace.has_prompts)
 
