@@ -41,21 +41,22 @@ ABOUT = {
         "waits. Both models take turns, so it needs only one device.",
         "Speculative decoding: Leviathan, Kalman and Matias, ICML 2023 ([arXiv 2211.17192](https://arxiv.org/abs/2211.17192)); "
         "Chen et al. 2023 ([arXiv 2302.01318](https://arxiv.org/abs/2302.01318)).",
-        "Nowhere in our tables: a planner that drafts during verification is faster in all of them.",
+        "On one device. With a device for each model it is in none of our tables the fastest.",
     ),
     "adaedl": About(
         "Like `sps`, but the draft ends where the entropy of the draft model's distribution predicts a refusal. A bound on the "
         "acceptance probability, 1 - sqrt(`eta` * entropy), is compared with a threshold. The threshold follows the acceptance that "
         "was measured.",
         "AdaEDL: Agrawal, Jeon and Lee, 2024 ([arXiv 2410.18351](https://arxiv.org/abs/2410.18351)).",
-        "Over `sps` in all our tables; over `pearl` for the weak pairs of the paper, in simulation.",
+        "Over `sps` with one request at a time, where drafts are often refused.",
     ),
     "pearl": About(
         "The draft model goes on drafting one chain while the target verifies the tokens before. If all of them are accepted, the "
         "next `gamma` tokens are ready; if one is refused, what was drafted after it is lost. The first token of a window is "
         "verified while the rest of the window is drafted.",
         "PEARL: Liu et al., ICLR 2025 ([arXiv 2408.11850](https://arxiv.org/abs/2408.11850)).",
-        "Where further draft rows are expensive and the ratio c of step times is small: it runs one row in a step.",
+        "Where the draft is busy with many requests and the ratio c of step times is small: it runs one row in a step "
+        "([map](../studies/05-scale/README.md#the-map)).",
     ),
     "ssd": About(
         "While the target verifies, the draft model prepares a draft for each number of accepted tokens, and for several candidates "
@@ -72,7 +73,8 @@ ABOUT = {
         "states, H-RAD, may say that none or all tokens of the next window will be accepted.",
         "SpecBranch: Shen et al., ICLR 2026 ([arXiv 2506.01979](https://arxiv.org/abs/2506.01979)). By default the target does not wait "
         "after a miss, and only branches that pay for their time grow; `wait_for_draft` without `cost_aware` is [the paper's form](paper.md).",
-        "Over `pearl` in most of our tables, and with the fewest refused tokens; `budget` is faster in all of them.",
+        "Over `pearl` in most of our tables, and with fewer refused tokens. With one request at a time `budget` is faster; with many it is "
+        "ahead of `budget` in some cells of the [map](../studies/05-scale/README.md#the-map).",
     ),
     "budget": About(
         "Every token that could be drafted has a probability of being used: the product of calibrated acceptance probabilities on the way "
@@ -81,8 +83,9 @@ ABOUT = {
         "verification would cost more than it gains is not submitted.",
         "Ours ([study](../studies/02-budget/README.md)). Fixed probabilities would make it SSD, branches at one position SpecBranch, and expensive "
         "rows PEARL.",
-        "Over all other planners here, on every pair of models. vLLM's `suffix` is as fast on text that repeats, and needs no "
-        "second model ([benchmarks](benchmarks.md)).",
+        "With one request at a time over all other planners here. With many requests at once `specbranch` or `pearl` is ahead of it in some cells of "
+        "the [map](../studies/05-scale/README.md#the-map). vLLM's `suffix` is as fast on text that repeats, and needs no second model "
+        "([benchmarks](benchmarks.md)).",
     ),
 }
 

@@ -23,6 +23,7 @@ from specbranch.core.node import Node
 from specbranch.core.round import MAX_WINDOW, Round, Signal, Verdict
 from specbranch.errors import SpecBranchError
 
+_MAX_NAME = 64  # characters, as on the wire
 MAX_ROWS = 64  # draft rows, guesses or branches at a time
 
 
@@ -123,6 +124,12 @@ def suggest(name: str, known: Sequence[str]) -> str:
     if near:
         return f"did you mean {near[0]!r}?"
     return f"it takes {', '.join(known)}" if known else "it takes none"
+
+
+def check_name(kind: str, name: object) -> None:
+    """Raise `SettingError` if `name` cannot be the name of a planner or predictor; `kind` says which, for the error."""
+    if not isinstance(name, str) or not 1 <= len(name) <= _MAX_NAME:
+        raise SettingError(f"a {kind}'s name is a text of 1 to {_MAX_NAME} characters, not {name!r}")
 
 
 S = TypeVar("S", bound=Settings)

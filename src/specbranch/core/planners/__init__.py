@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import fields
 from typing import Any, TypeVar
 
-from specbranch.core.planner import Planner, Predictor, SettingError, Settings, suggest
+from specbranch.core.planner import Planner, Predictor, SettingError, Settings, check_name, suggest
 from specbranch.core.planners.baselines import AdaedlPlanner, NonePlanner, PearlPlanner, SpsPlanner
 from specbranch.core.planners.budget import BudgetPlanner
 from specbranch.core.planners.specbranch import SpecbranchPlanner
@@ -21,7 +21,6 @@ __all__ = [
 ]  # fmt: skip
 
 P = TypeVar("P", bound=type[Planner[Any]])
-_MAX_NAME = 64  # characters, as on the wire
 
 _PLANNERS: dict[str, type[Planner[Any]]] = {
     "none": NonePlanner,
@@ -49,8 +48,7 @@ def register_planner(name: str) -> Callable[[P], P]:
     A draft service runs in a process of its own. It finds the class by an entry point of the group
     `specbranch.planners` with the same name; without an entry point the name is known in this process alone.
     """
-    if not isinstance(name, str) or not 1 <= len(name) <= _MAX_NAME:
-        raise SettingError(f"a planner's name is a text of 1 to {_MAX_NAME} characters, not {name!r}")
+    check_name("planner", name)
 
     def register(planner: P) -> P:
         if not (isinstance(planner, type) and issubclass(planner, Planner)):

@@ -10,11 +10,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
 from specbranch.core.distribution import RandomSource
-from specbranch.core.planner import Predictor, SettingError, suggest
+from specbranch.core.planner import Predictor, SettingError, check_name, suggest
 from specbranch.core.round import Round, Signal
 
 TRAINED = "hrad"  # the name on the wire of a predictor whose signals come with the verdicts
-_MAX_NAME = 64  # characters, as on the wire
 _RESERVED = (TRAINED, "random", "oracle")  # the others of the simulator
 _registered: dict[str, type[Predictor]] = {}
 
@@ -103,8 +102,7 @@ def register_predictor(name: str) -> Callable[[P], P]:
     finds the class by an entry point of the group `specbranch.predictors` with the same name; without an entry point
     the name is known in this process alone.
     """
-    if not isinstance(name, str) or not 1 <= len(name) <= _MAX_NAME:
-        raise SettingError(f"a predictor's name is a text of 1 to {_MAX_NAME} characters, not {name!r}")
+    check_name("predictor", name)
 
     def register(predictor: P) -> P:
         if not (isinstance(predictor, type) and callable(getattr(predictor, "predict", None))):
