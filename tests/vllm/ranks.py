@@ -30,6 +30,7 @@ class Client:
         self.samplings: list[Any] = []
         self.distributions: list[Distribution | None] = []  # of the drafts of sampled rows
         self.has_failed = False
+        self.waited_s = 0.0
 
     def propose(self, rows: Sequence[SequenceUpdate], step_s: float | None = None) -> list[Draft]:
         if self.has_failed:

@@ -94,12 +94,12 @@ class SingleSequenceDrafts:
             name=str(self._num_texts),
             has_recurring_noise=has_recurring_noise,
         )
-        answer = NO_ANSWER
+        answer, waited_s, self._waited_s = NO_ANSWER, self._waited_s, 0.0
         if self._client is not None and self._was_asked:
             (answer,) = self._client.propose([update], step_s if was_asked and not num_from_text else None)
+            self._waited_s = self._client.waited_s
         draft = answer.tokens
         self._num_from_service = min(len(draft), max_len)
-        waited_s, self._waited_s = self._waited_s, time.monotonic() - now_s
         if self._text_drafter is not None and step_s is not None:
             self._text_drafter.observe_step(1, self._num_drafted, num_new, max(step_s - waited_s, 0.0))
         if self._text_drafter is not None and max_len and answer is NO_ANSWER:

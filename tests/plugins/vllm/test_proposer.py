@@ -41,6 +41,7 @@ class FixedClient:
         self.hints: list[AcceptanceHint | None] = []
         self.expected: list[list[int]] = []
         self.step_s: float | None = None
+        self.waited_s = 0.0
 
     def announce_prompts(self, prompts: Sequence[list[int]]) -> None:
         self.expected += prompts

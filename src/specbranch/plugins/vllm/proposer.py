@@ -128,9 +128,8 @@ class BatchDrafter:
             self._last.was_asked = True
             # One step ran since the client was last asked, and it decoded these rows only, without drafts of others.
             is_known_step = last.was_asked and len(updates) == len(rows) and (text is None or not text.num_submitted)
-            start_s = time.monotonic()
             found = client.propose(list(updates.values()), step_s if is_known_step else None)
-            self._last.waited_s = time.monotonic() - start_s
+            self._last.waited_s = client.waited_s
             for index, draft in zip(updates, found, strict=True):
                 if len(draft.tokens) > rooms[index]:
                     draft = Draft(draft.tokens[: rooms[index]], draft.sampled_from[: rooms[index]])

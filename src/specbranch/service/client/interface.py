@@ -236,7 +236,7 @@ class DraftSource(ABC):
         self._owner = OwnerProcess()
         self._synced = synced or SyncedSequences()
         self._step_s: float | None = None  # of the target, smoothed
-        self._waited_s = 0.0  # in the last call of `propose`
+        self.waited_s = 0.0  # in the last call of `propose`
         self.counts = counts or ClientCounts()
 
     @property
@@ -280,7 +280,7 @@ class DraftSource(ABC):
         self.counts.calls += 1
         start_s = self._clock()
         # The service learns what verifying costs, so what the last call has waited for drafts does not count.
-        engine_s = max(step_s - self._waited_s, 0.0) if step_s is not None else 0.0
+        engine_s = max(step_s - self.waited_s, 0.0) if step_s is not None else 0.0
         end_s = start_s + self._reply_timeout_s(engine_s)
         found = None
         try:
@@ -289,8 +289,8 @@ class DraftSource(ABC):
         except Exception:
             self.counts.faults += 1
             log.exception("the draft client failed; this step goes without drafts")
-        self._waited_s = self._clock() - start_s
-        self.counts.wait_s += self._waited_s
+        self.waited_s = self._clock() - start_s
+        self.counts.wait_s += self.waited_s
         return [NO_ANSWER for _ in rows] if found is None else found
 
     def announce_prompts(self, prompts: Sequence[Tokens]) -> None:
