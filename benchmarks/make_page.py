@@ -139,12 +139,12 @@ RUNS = (
     Run(
         "weak",
         "A badly aligned pair",
-        "The draft without 6 of its 24 layers ([study](../studies/01-weak-pair/README.md)). Two prompts of each task.",
+        "The draft without 6 of its 24 layers ([study](../studies/03-hrad/README.md#a-badly-aligned-pair-in-vllm)). Two prompts of each task.",
     ),
     Run(
         "weak-hrad",
         "A badly aligned pair with H-RAD, without AMX",
-        "The same pair with H-RAD trained for it ([study](../studies/01-weak-pair/README.md#h-rad-for-this-pair)), on four other "
+        "The same pair with H-RAD trained for it ([study](../studies/03-hrad/README.md#a-badly-aligned-pair-in-vllm)), on four other "
         "prompts of each task, 24 tokens. Our methods take turns; bare vLLM answers all first.",
     ),
 )
@@ -189,7 +189,7 @@ def main() -> None:
 
 
 def make_page() -> str:
-    return "\n\n".join([INTRO, *(_section(run) for run in RUNS), _forecasts(), _published(), _unclean()]) + "\n"
+    return "\n\n".join([INTRO, *(_section(run) for run in RUNS), _forecasts(), _unclean()]) + "\n"
 
 
 def _section(run: Run) -> str:
@@ -333,33 +333,6 @@ def _forecasts() -> str:
     )
     parts = ["## Forecasts against these runs", textwrap.fill(text, 118)]
     return "\n\n".join([*parts, *_file_notes(study / "result.json", study / "plan.json")])
-
-
-_PUBLISHED = {"llama-68m-7b": 2.01, "vicuna-68m-13b": 2.10, "deepseek-1.3b-33b": 3.23, "llama3-8b-70b": 3.69}
-_SIMULATED = {
-    "PEARL": "pearl",
-    "SpecBranch, confidence only": "specbranch, confidence",
-    "up to 12 branches": "specbranch, 12 branches",
-    "an oracle for H-RAD": "specbranch, oracle",
-    "as served": "specbranch, as served",
-}
-
-
-def _published() -> str:
-    path = ROOT / "studies" / "01-weak-pair" / "result.json"
-    pairs = json.loads(path.read_text())["pairs"]
-    rows = [
-        [pair, *(f"{pairs[pair]['methods'][name]['speedup']:.2f}" for name in _SIMULATED.values()), f"{published:.2f}"]
-        for pair, published in _PUBLISHED.items()
-    ]
-    heads = ("pair", *_SIMULATED, "SpecBranch, published")
-    text = (
-        "Acceptance is solved from PEARL's published speed, so only SpecBranch's speed is a forecast. It is in the paper's "
-        "form, as far as we know that: the target waits after a miss, confidence threshold 0.5, at most 6 branches. "
-        "The column *as served* is what the service runs ([study](../studies/01-weak-pair/README.md))."
-    )
-    parts = ["## The simulator against the paper", textwrap.fill(text, 118), *_file_notes(path), _table(heads, rows)]
-    return "\n\n".join(parts)
 
 
 def _unclean() -> str:

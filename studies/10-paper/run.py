@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Simulate the paper's tables and figures: result.json; `page.py` then writes docs/paper.md and the pictures from it.
 
-    studies/10-paper/run.py            # everything: about an hour on two cores
+    studies/10-paper/run.py            # everything: about half an hour on two cores
     studies/10-paper/run.py --quick    # the same with less text: minutes; writes build/paper-quick.json
 
 The threshold for a doubtful distribution and the number of branches are chosen on recorded traces of another pair

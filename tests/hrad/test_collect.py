@@ -15,7 +15,10 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
 from specbranch.cli import app
-from specbranch.hrad.examples import groups_of, read_answers, read_examples
+from specbranch.engines.models import load_model
+from specbranch.engines.torch.linear import Int8Linear, pack_linears
+from specbranch.errors import EngineError
+from specbranch.hrad.examples import CollectDtype, CollectOptions, collect, groups_of, read_answers, read_examples
 from specbranch.trace import read_trace
 from tests.models import model_path
 
@@ -77,6 +80,41 @@ def test_runs_are_what_a_drafted_window_would_have_given(collection: Path) -> No
             num_positions += 1
         row += len(answer.tokens) - 1
     assert num_equal >= 0.75 * num_positions > 0, "all but those where bfloat16 decides"
+
+
+@pytest.mark.parametrize(("dtype", "error"), [("auto", 0.05), ("int8", 0.15)])
+def test_features_are_those_of_the_model_alone_also_after_others_of_the_batch_have_finished(
+    dtype: CollectDtype, error: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("specbranch.hrad.examples.end_ids", lambda *_: set(range(0, 50_000, 17)))
+    path = str(model_path("smollm2-135m-dense"))
+    options = CollectOptions(path, path, num_layers=2, max_new_tokens=24, batch=4, dtype=dtype)
+    texts = ["Say yes.", "Say no.", "Count from one to ten in words.", "Name a colour."]
+
+    collect(options, {"chat": texts}, tmp_path, lambda done, of: None)
+
+    model = load_model(path, dtype=torch.float32).eval()
+    if dtype == "int8":
+        pack_linears(model, Int8Linear)
+    examples, answers = read_examples([tmp_path]), [answer for _, _, answer in read_answers(tmp_path)]
+    assert len({len(answer.tokens) for answer in answers}) > 1, "some must leave the batch before others"
+    assert examples.card.dtype == dtype
+    row = 0
+    for answer in answers:
+        first, count = len(answer.prompt), len(answer.tokens) - 1
+        with torch.inference_mode():
+            hidden = model(torch.tensor([[*answer.prompt, *answer.tokens]]), output_hidden_states=True).hidden_states
+        mine = torch.from_numpy(examples.features[row : row + count, -2 * hidden[-1].shape[-1] :].astype(np.float32))
+        true = hidden[-1][0, first - 1 : first - 1 + count]
+        difference = (mine[:, : true.shape[1]] - true).norm() / true.norm()
+        assert difference < error, "what differs is rounding; of int8 more, where a sum of padding tips it"
+        row += count
+
+
+def test_int8_is_refused_beside_a_gpu(tmp_path: Path) -> None:
+    path = str(model_path("smollm2-135m-dense"))
+    with pytest.raises(EngineError, match="for a CPU"):
+        collect(CollectOptions(path, path, device="cuda", dtype="int8"), {"chat": ["Hi"]}, tmp_path, lambda *_: None)
 
 
 def test_a_collection_that_was_cut_off_goes_on(collection: Path) -> None:

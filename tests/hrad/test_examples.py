@@ -75,6 +75,18 @@ def test_a_prompt_is_in_one_split_and_every_split_gets_some() -> None:
     assert not parts[0] & parts[1] and not parts[0] & parts[2] and not parts[1] & parts[2]
 
 
+def test_the_last_layers_are_kept_with_the_embedding() -> None:
+    """Two layers and an embedding of four numbers each."""
+    examples = Examples(CARD, **arrays([1, 2], [3, 3], [7, 7]))
+
+    fewer = examples.with_last_layers(1)
+
+    assert fewer.features.tolist() == examples.features[:, 4:].tolist() and fewer.card.num_layers == 1
+    assert examples.with_last_layers(2).features.tolist() == examples.features.tolist()
+    with pytest.raises(ExamplesError, match="which have 2"):
+        examples.with_last_layers(3)
+
+
 def test_parts_are_read_back_together(tmp_path: Path) -> None:
     pytest.importorskip("safetensors")
     write_examples_card(tmp_path, CARD)

@@ -44,6 +44,17 @@ def fitted(is_telling: bool) -> Network:
     )
 
 
+def test_without_a_rank_it_learns_from_all_numbers_and_without_patience_for_all_epochs() -> None:
+    options = replace(OPTIONS, rank=None, patience=None)
+    train, held_out, test = (examples(count, seed, is_telling=True) for seed, count in enumerate((2000, 500, 500)))
+
+    network = fit(train, held_out, "features", options, lambda epoch, most, loss: None)
+
+    assert network.epochs == options.epochs
+    assert network.tensors["w0"].shape == (24, 32)
+    assert score(network.foresee(test)[0], test.classes(3)).accuracy > 0.95
+
+
 def test_it_finds_what_the_features_tell() -> None:
     network = fitted(is_telling=True)
     test = examples(500, 2, True)
@@ -138,3 +149,27 @@ def test_a_split_without_prompts_says_what_to_do() -> None:
 
     with pytest.raises(ExamplesError, match="collect more prompts"):
         evaluate(one_prompt, OPTIONS, False, lambda stage, done, most: None)
+
+
+TRUTH = np.array([0, 0, 1, 2])
+
+
+def test_scores_of_a_small_case() -> None:
+    chances = np.array([[0.8, 0.1, 0.1], [0.1, 0.8, 0.1], [0.1, 0.8, 0.1], [0.3, 0.3, 0.4]])
+
+    one = score(chances, TRUTH)
+
+    assert one.accuracy == 0.75
+    assert one.confusion == ((1, 1, 0), (0, 1, 0), (0, 0, 1))
+    assert one.macro_f1 == pytest.approx((2 / 3 + 2 / 3 + 1) / 3)
+    assert one.log_loss == pytest.approx(-np.log([0.8, 0.1, 0.8, 0.4]).mean())
+    # three positions at 0.8, two of them right, and one at 0.4 that is right
+    assert one.calibration_error == pytest.approx((3 * (0.8 - 2 / 3) + 0.6) / 4)
+    assert one.positions == 4
+
+
+def test_the_majority_foresees_the_class_that_comes_most_often() -> None:
+    one = majority(np.array([0, 0, 0, 1]), TRUTH)
+
+    assert one.accuracy == 0.5
+    assert one.macro_f1 == pytest.approx((2 * 2 / 6) / 3)

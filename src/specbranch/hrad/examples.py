@@ -16,14 +16,14 @@ import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from specbranch.core.distribution import Distribution
 from specbranch.engines.models import load_model, load_tokenizer, resolve_model
-from specbranch.errors import SpecBranchError
+from specbranch.errors import EngineError, SpecBranchError
 from specbranch.machine import provenance
 from specbranch.trace import Answer, Header, Trace, read_trace, write_trace
 
@@ -33,6 +33,7 @@ SPLITS = ("train", "held-out", "test")
 _SPLIT_OF = ("test", "held-out", "train", "train", "train", "test", "train", "train")
 
 Array = NDArray[Any]
+CollectDtype = Literal["auto", "int8"]
 CollectProgress = Callable[[int, int], None]  # parts done, all parts
 _TOP_K = 10
 _TRACE_SUFFIX = ".jsonl.gz"
@@ -47,7 +48,7 @@ class ExamplesError(SpecBranchError, ValueError):
 
 @dataclass(frozen=True, slots=True)
 class ExamplesCard:
-    """Where the examples of a directory come from: the models, the layers, the temperature and the tasks."""
+    """Where the examples of a directory come from: models and their dtype, layers, temperature and tasks."""
 
     target: str
     draft: str
@@ -55,6 +56,7 @@ class ExamplesCard:
     hidden_len: int
     temperature: float
     tasks: tuple[str, ...]
+    dtype: str = "auto"
 
     def as_json(self) -> dict[str, Any]:
         return {"format": FORMAT, "version": VERSION, **{name: getattr(self, name) for name in self.__slots__}}
@@ -99,6 +101,14 @@ class Examples:
     def of_task(self, task: str) -> Examples:
         """Return the examples of one task."""
         return self.take(self.tasks == self.card.tasks.index(task))
+
+    def with_last_layers(self, num_layers: int) -> Examples:
+        """Return the same examples with features of only the last `num_layers` layers of those that were collected."""
+        if not 1 <= num_layers <= self.card.num_layers:
+            raise ExamplesError(f"{num_layers} layers of these examples, which have {self.card.num_layers}")
+        first = (self.card.num_layers - num_layers) * self.card.hidden_len
+        card = replace(self.card, num_layers=num_layers)
+        return replace(self, card=card, features=self.features[:, first:])
 
     def classes(self, window: int) -> Array:
         """Return H-RAD's class of each example: 0, 1 or 2 if no, some or all tokens of the window were accepted."""
@@ -206,6 +216,7 @@ class CollectOptions:
     """The options of a collection: the pair, and how its answers are generated.
 
     `num_layers` is how many of the target's last layers become features, `batch` how many prompts are answered at once.
+    With the dtype int8, which is for a CPU, the linear layers of both models have 8-bit weights and activations.
     """
 
     target: str
@@ -216,6 +227,7 @@ class CollectOptions:
     temperature: float = 0.0
     batch: int = 64
     device: str = "cpu"
+    dtype: CollectDtype = "auto"
     seed: int = 0
 
 
@@ -251,13 +263,13 @@ def collect(
     groups = groups_of(tokenizer, messages, options.batch)
     missing = [number for number in range(len(groups)) if not part_path(out, number).exists()]
     if missing:
-        dtype = _dtype(options.device)
-        target, draft = (load_model(path, dtype=dtype).to(options.device).eval() for path in paths)
+        target, draft = (_load(path, options) for path in paths)
         share_keys(target)
         names = (Path(paths[0]).name, Path(paths[1]).name)
         hidden_len = int(target.config.hidden_size)
         write_examples_card(
-            out, ExamplesCard(*names, options.num_layers, hidden_len, options.temperature, tuple(messages))
+            out,
+            ExamplesCard(*names, options.num_layers, hidden_len, options.temperature, tuple(messages), options.dtype),
         )
         header = Header(target=names[0], draft=names[1], temperature=options.temperature)
         for number in missing:
@@ -268,6 +280,18 @@ def collect(
             write_trace(trace_path(out, number), Trace(header, tuple(answers)))
             write_part(out, number, _arrays(groups[number], said, answers))
     on_progress(len(groups), len(groups))
+
+
+def _load(path: str, options: CollectOptions) -> Any:
+    import torch
+
+    if options.dtype == "auto":
+        return load_model(path, dtype=_dtype(options.device)).to(options.device).eval()
+    from specbranch.engines.torch.linear import PACKED, can_int8, pack_linears
+
+    if options.device != "cpu" or not can_int8():
+        raise EngineError("dtype int8 is for a CPU, with a build of torch that has kernels for it; give auto")
+    return pack_linears(load_model(path, dtype=torch.float32).eval(), PACKED["int8"])
 
 
 def _dtype(device: str) -> Any:
@@ -334,11 +358,14 @@ def _answer(target: Any, tokenizer: Any, group: Sequence[PromptTokens], options:
     ids = torch.tensor([[pad] * (longest - len(one.tokens)) + one.tokens for one in group], device=options.device)
     mask = torch.tensor([[0] * (longest - len(one.tokens)) + [1] * len(one.tokens) for one in group]).to(ids.device)
     ends = end_ids(target, tokenizer)
-    lengths = [0] * len(group)  # of finished answers
-    tokens, features, cache = [], [], None
+    running = list(range(len(group)))  # answers that are not finished, in the batch's order
+    tokens: list[list[int]] = [[] for _ in group]
+    features: list[list[Any]] = [[] for _ in group]
     embed = target.get_input_embeddings()
     with torch.inference_mode():
-        for step in range(options.max_new_tokens):
+        # The prompts without their last token first: the hidden states of all their tokens would fill the memory.
+        ids, cache = _read_prompts(target, ids, mask)
+        for _ in range(options.max_new_tokens):
             positions = (mask.cumsum(-1) - 1).clamp(min=0)[:, -ids.shape[1] :]
             out = target(
                 input_ids=ids,
@@ -352,19 +379,31 @@ def _answer(target: Any, tokenizer: Any, group: Sequence[PromptTokens], options:
             cache = out.past_key_values
             chosen = _choose(out.logits[:, -1], options.temperature)
             hidden = [state[:, -1] for state in out.hidden_states[-options.num_layers :]]
-            features.append(torch.cat([*hidden, embed(chosen)], dim=-1).to(torch.float16).cpu().numpy())
-            tokens.append(chosen.cpu().numpy())
-            for index, token in enumerate(tokens[-1].tolist()):
-                if lengths[index] == 0 and token in ends:
-                    lengths[index] = step + 1
-            if all(lengths):
+            rows = torch.cat([*hidden, embed(chosen)], dim=-1).to(torch.float16).cpu().numpy()
+            for index, row, token in zip(running, rows, chosen.tolist(), strict=True):
+                tokens[index].append(token)
+                features[index].append(row)
+            kept = [place for place, index in enumerate(running) if tokens[index][-1] not in ends]
+            if not kept:
                 break
+            if len(kept) < len(running):  # finished answers leave the batch
+                running = [running[place] for place in kept]
+                cache.batch_select_indices(torch.tensor(kept, device=ids.device))
+                chosen, mask = chosen[kept], mask[kept]
             ids = chosen[:, None]
-            mask = torch.cat([mask, mask.new_ones(len(group), 1)], dim=-1)
-    by_step = np.stack(tokens, axis=1)  # [answers, steps]
-    rows = np.stack(features, axis=1)
-    ends_at = [length or by_step.shape[1] for length in lengths]
-    return [_TargetAnswer(by_step[i, :end].tolist(), rows[i, :end].copy()) for i, end in enumerate(ends_at)]
+            mask = torch.cat([mask, mask.new_ones(len(running), 1)], dim=-1)
+    return [_TargetAnswer(said, np.stack(rows)) for said, rows in zip(tokens, features, strict=True)]
+
+
+def _read_prompts(target: Any, ids: Any, mask: Any) -> tuple[Any, Any]:
+    """Run prompts [prompts, tokens] without their last token; return the last tokens and the cache of the others."""
+    if ids.shape[1] == 1:
+        return ids, None
+    positions = (mask[:, :-1].cumsum(-1) - 1).clamp(min=0)
+    out = target(
+        input_ids=ids[:, :-1], attention_mask=mask[:, :-1], position_ids=positions, use_cache=True, logits_to_keep=1
+    )
+    return ids[:, -1:], out.past_key_values
 
 
 def _choose(logits: Any, temperature: float) -> Any:

@@ -237,7 +237,7 @@ def _refuse_unforeseen(trace: Trace) -> None:
     if without:
         raise TraceError(
             f"predictor 'hrad' repeats recorded signals, and {without} of {len(trace.answers)} answers of this trace "
-            "have none; replay a trace that studies/03-hrad/traces.py has written, or choose another predictor"
+            "have none (`foreseen`); replay a trace that has them, or choose another predictor"
         )
 
 

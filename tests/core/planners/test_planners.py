@@ -15,10 +15,13 @@ from specbranch.core.distribution import Distribution, RequestSampling
 from specbranch.core.node import GreedyPicker, Node
 from specbranch.core.planners import PLANNERS, SettingError, draft_length_limit, make_planner, setting_names
 from specbranch.core.planners.baselines import AdaedlPlanner, AdaedlSettings
+from specbranch.core.planners.budget import frontier
 from specbranch.core.planners.predictors import ConstantPredictor
 from specbranch.core.planners.ssd import fan_out
 from specbranch.core.round import Signal, Verdict
 from specbranch.core.session import Session
+from specbranch.core.tree import Tree
+from tests.core.test_tree import branching_tree
 from tests.toys import SOME
 
 SURE = Distribution((1, 2, 3, 4, 5, 6), (0.9, 0.04, 0.03, 0.01, 0.01, 0.01), 0.5)
@@ -704,3 +707,25 @@ def test_in_turns_a_sampled_token_is_submitted_or_not_whichever_it_is() -> None:
                 session.submit_ready()
             submitted |= set(session.submitted[:1])
         assert submitted == expected
+
+
+def test_the_frontier_holds_the_likeliest_nodes_that_were_not_run() -> None:
+    tree = branching_tree()
+    found = frontier(tree, tree.root, 9, 5, 0.01)
+
+    assert [(node.token, round(chance, 4)) for node, chance in found] == [(3, 0.125), (8, 0.0833)]
+    assert [node.token for node, _ in frontier(tree, tree.root, 9, 1, 0.01)] == [3]
+    assert [node.token for node, _ in frontier(tree, tree.root, 9, 5, 0.1)] == [3]
+    (end,) = frontier(tree, found[1][0], 9, 5, 0.01)
+    assert end == (found[1][0], 1.0)
+    assert frontier(tree, tree.root, 2, 5, 0.01) == []
+
+
+def test_the_frontier_draws_no_child_that_cannot_be_likely_enough() -> None:
+    tree = Tree([9], GreedyPicker())
+    tree.root.distribution = Distribution((1, 2, 3), (0.7, 0.2, 0.1), 1.0)
+
+    assert [node.token for node, _ in frontier(tree, tree.root, 1, 5, 0.25)] == [1]
+    assert tree.num_drafted == 2  # 0.3 is left after the first, so the second might have been likely enough
+    assert [node.token for node, _ in frontier(tree, tree.root, 1, 5, 0.15)] == [1, 2]
+    assert tree.num_drafted == 2

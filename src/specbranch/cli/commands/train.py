@@ -15,7 +15,7 @@ from specbranch.cli.console import ProgressBar, console_for, friendly_errors, pr
 from specbranch.cli.options import AsJson, Device, example
 from specbranch.core.planners import draft_length_limit
 from specbranch.errors import UsageError
-from specbranch.hrad.examples import CollectOptions, ExamplesError, read_examples
+from specbranch.hrad.examples import CollectDtype, CollectOptions, ExamplesError, read_examples
 from specbranch.hrad.examples import collect as collect_examples
 from specbranch.hrad.network import HradError
 from specbranch.hrad.training import FitOptions, Score, evaluate
@@ -69,6 +69,10 @@ def collect(
     ] = 0.0,
     batch: Annotated[int, typer.Option(metavar="N", help="Answers that are generated together.", min=1)] = 64,
     device: Device = "cpu",
+    dtype: Annotated[
+        CollectDtype,
+        typer.Option(help="int8 gives both models 8-bit weights and activations; for a CPU."),
+    ] = "auto",
 ) -> None:
     """Let the target answer prompts, and write one training example for each token of the answers.
 
@@ -84,6 +88,7 @@ def collect(
             temperature=temperature,
             batch=batch,
             device=device,
+            dtype=dtype,
         )
         with ProgressBar() as progress:
             collect_examples(options, messages, out, partial(progress.show, "collecting"))
