@@ -20,7 +20,8 @@ for name in {HEAVY!r}:
 import specbranch
 from specbranch.cli import app
 from specbranch.errors import EngineError
-on_torch = "attention cpu_layers cuda_graphs engine int8_kernel kv_store linear lm_head loading model step".split()
+on_torch = "attention cpu_layers cuda_graphs engine generic int8_kernel kv_store linear lm_head loading model".split()
+on_torch += ["plain", "selftest", "step"]
 extras = {{f"specbranch.engines.torch.{{name}}": "specbranch[torch]" for name in on_torch}}
 extras["specbranch.engines.quantize"] = extras["specbranch.plugins.transformers"] = "specbranch[torch]"
 extras["specbranch.engines.llamacpp"] = "specbranch[llamacpp]"

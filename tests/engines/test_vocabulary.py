@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from specbranch.engines.pairs import advice_for, pairs_table
 from specbranch.engines.vocabulary import (
     HASH_LEN,
     STRIDE,
@@ -32,6 +33,7 @@ from specbranch.engines.vocabulary import (
 from specbranch.errors import EngineError
 from tests.measuring import num_calls
 from tests.models import model_path
+from tests.root import ROOT
 
 NUM = 5000
 WORDS = [f"word{number}" for number in range(NUM)]
@@ -395,3 +397,37 @@ def test_tokens_that_nobody_knows_are_numbers(tmp_path: Path) -> None:
     assert token_text(None)(7) == "#7"
     assert token_text("no-such-model")(7) == "#7"
     assert token_text(write_vocabulary(tmp_path, "a"))(7) == "#7"
+
+
+@pytest.mark.parametrize(
+    ("target", "advice"),
+    [
+        ("Qwen/Qwen2.5-Coder-7B-Instruct", "for Qwen2.5-Coder 1.5B to 32B take Qwen/Qwen2.5-Coder-0.5B-Instruct"),
+        ("/models/qwen2.5-72b-awq", "for Qwen2.5 3B to 72B take Qwen/Qwen2.5-0.5B-Instruct or"),
+        ("meta-llama/Llama-3.3-70B-Instruct", "take meta-llama/Llama-3.2-1B-Instruct"),
+        ("deepseek-ai/DeepSeek-R1-Distill-Llama-70B", "Llama-3.2-1B-Instruct"),
+        ("Qwen/Qwen3-32B", "take Qwen/Qwen3-0.6B"),
+        ("Qwen/Qwen3-Next-80B-A3B-Instruct", "no draft is known for Qwen3-Next"),
+        ("microsoft/phi-4", "no draft is known for Phi-4 14B"),
+        ("microsoft/Phi-4-mini-instruct", None),
+        ("a/private-model", None),
+    ],
+)
+def test_a_popular_target_is_told_which_draft_fits(target: str, advice: str | None) -> None:
+    found = advice_for(target)
+
+    assert found is None if advice is None else found is not None and advice in found
+
+
+def test_a_wrong_draft_for_a_popular_target_is_refused_with_the_name_of_a_right_one(tmp_path: Path) -> None:
+    for name, tokens in (("Qwen3-8B", 300), ("other", 200)):
+        directory = tmp_path / name
+        directory.mkdir()
+        (directory / "config.json").write_text(json.dumps({"vocab_size": tokens}))
+
+    with pytest.raises(VocabularyError, match=r"for Qwen3 4B to 235B, Qwen3-Coder take Qwen/Qwen3-0\.6B"):
+        check_same_vocabulary(str(tmp_path / "Qwen3-8B"), str(tmp_path / "other"))
+
+
+def test_the_page_has_the_table_of_pairs() -> None:
+    assert pairs_table() in (ROOT / "docs" / "choose.md").read_text()

@@ -84,6 +84,38 @@ def write_pair(directory: Path) -> tuple[Path, Path]:
     return target, draft
 
 
+def write_hybrid(directory: Path) -> Path:
+    """Write a tiny Qwen3-Next with random weights: three layers with a recurrent state, and one with attention."""
+    import torch
+    from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
+
+    torch.manual_seed(7)
+    shape = Qwen3NextConfig(
+        vocab_size=VOCAB_LEN,
+        hidden_size=128,
+        intermediate_size=128,
+        num_hidden_layers=4,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        head_dim=64,
+        linear_key_head_dim=128,
+        linear_value_head_dim=128,
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=64,
+        shared_expert_intermediate_size=64,
+        max_position_embeddings=512,
+        initializer_range=0.2,
+        tie_word_embeddings=False,
+        eos_token_id=None,
+        bos_token_id=None,
+    )
+    Qwen3NextForCausalLM(shape).to(torch.bfloat16).save_pretrained(directory)
+    return directory
+
+
 def write_even(model: Path, out: Path) -> Path:
     """Write the model without its last group of attention heads, so that two workers can divide it.
 

@@ -1,6 +1,7 @@
 """Stock vLLM with the proposer, on real weights: the output is bare vLLM's, token by token.
 
 For every planner, under pressure, with an adapter, with a draft of another family, and with two workers.
+Requests with a seed follow the distribution.
 """
 
 from __future__ import annotations
@@ -19,6 +20,9 @@ from tests.measuring import record
 from tests.models import SHORT, model_path, require_pair
 from tests.root import ROOT
 from tests.vllm.programs import run_program
+
+SEEDS_LIMIT = 61.1  # chi-square with 31 degrees of freedom exceeds it once in 1,000 times
+NUM_SEED_PAIRS = 512
 
 
 @pytest.mark.timeout(900)
@@ -123,3 +127,20 @@ def test_two_tensor_parallel_workers_say_the_same_with_and_without_drafts() -> N
     result = json.loads(done.stdout.splitlines()[-1])
     assert (result["prompts"], result["equal"]) == (4, 4)
     assert result["accepted"] > 20
+
+
+@pytest.mark.timeout(900)
+def test_a_seed_gives_the_same_answer_again_and_its_answers_follow_the_distribution() -> None:
+    """With the first answer as a draft of the second, the latter is far from it: 173 for 512 pairs, 570 for 2,000."""
+    for module in ("vllm", "torch"):
+        if importlib.util.find_spec(module) is None:
+            pytest.skip(f"{module} is not installed")
+    command = [sys.executable, "-m", "tests.vllm.run_seeds", "--pairs", str(NUM_SEED_PAIRS)]
+    done = subprocess.run(command, cwd=ROOT, env=dict(os.environ), capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    result = json.loads(done.stdout.splitlines()[-1])
+
+    assert result["second"]["chi_square"] < SEEDS_LIMIT
+    assert result["equal"] == NUM_SEED_PAIRS
+    assert result["seeded_drafts"] == 0
+    assert result["unseeded_accepted"] > 20, "others are drafted for, from past answers"

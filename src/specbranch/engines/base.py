@@ -61,6 +61,13 @@ def check_rows(rows: Sequence[Row]) -> None:
         raise ValueError("a row has from one output to as many as it has tokens")
 
 
+def check_tokens(rows: Sequence[Row], vocab_len: int) -> None:
+    """Raise `ValueError` for a token outside the vocabulary: on a GPU it would end the process, not only fail."""
+    for row in rows:
+        if row.tokens and (min(row.tokens) < 0 or max(row.tokens) >= vocab_len):
+            raise ValueError(f"handle {row.handle}: tokens must be below {vocab_len}, the vocabulary's size")
+
+
 def check_length(handle: int, held: int, length: int) -> None:
     """Raise `ValueError` unless `length`, given to `fork` or `truncate`, is from 0 to the handle's `held` tokens."""
     if not 0 <= length <= held:

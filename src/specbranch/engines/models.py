@@ -177,13 +177,19 @@ def _growth(table: Mapping[str, Any], dtype: str | None) -> float:
 
 
 def load_model(source: str, **arguments: Any) -> Any:
-    """Load a model with Transformers, from safetensors or GGUF only: a pickle could run any code.
+    """Load a language model with Transformers, from safetensors or GGUF only: a pickle could run any code.
 
-    `arguments` are passed to `from_pretrained`.
+    A model that also reads images is loaded whole. `arguments` are passed to `from_pretrained`.
     """
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-    return AutoModelForCausalLM.from_pretrained(source, trust_remote_code=False, use_safetensors=True, **arguments)
+    known = {"trust_remote_code": False, "use_safetensors": True, **arguments}
+    try:
+        return AutoModelForCausalLM.from_pretrained(source, **known)
+    except ValueError as error:
+        if "Unrecognized configuration class" not in str(error):
+            raise
+        return AutoModelForImageTextToText.from_pretrained(source, **known)
 
 
 def load_tokenizer(source: str) -> Any:

@@ -34,9 +34,9 @@ def _open_llamacpp(options: EngineOptions) -> DraftEngine:
 
 
 def _open_torch(options: EngineOptions) -> DraftEngine:
-    from specbranch.engines.torch import TorchEngine
+    from specbranch.engines.torch import open_torch
 
-    return TorchEngine(options)
+    return open_torch(options)
 
 
 _OPENERS: dict[str, Opener] = {"llamacpp": _open_llamacpp, "torch": _open_torch}

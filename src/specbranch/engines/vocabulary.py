@@ -23,6 +23,7 @@ import numpy as np
 from msgspec import Meta
 
 from specbranch.engines.models import cached_file, local_model
+from specbranch.engines.pairs import advice_for
 from specbranch.errors import EngineError, SpecBranchError
 
 log = logging.getLogger(__name__)
@@ -90,7 +91,7 @@ def check_same_vocabulary(target: str, draft: str) -> str | None:
     ours, theirs = read_vocabulary(target) or nothing, read_vocabulary(draft) or nothing
     flaw = vocabulary_mismatch(ours, theirs)
     if flaw is not None:
-        raise VocabularyError(f"{draft} cannot draft for {target}: {flaw}")
+        raise _mismatch(target, draft, flaw)
     unread = [model for model, read in ((target, ours), (draft, theirs)) if read.tokens is None]
     return _not_compared(unread, ours.size, theirs.size)
 
@@ -105,9 +106,15 @@ def check_same_fingerprint(target: str, draft: str, sample: VocabFingerprint) ->
     own = VocabFingerprint(ours.size, fingerprint_of(ours)) if ours is not None else VocabFingerprint(None)
     flaw = fingerprint_mismatch(own, sample)
     if flaw is not None:
-        raise VocabularyError(f"{draft} cannot draft for {target}: {flaw}")
+        raise _mismatch(target, draft, flaw)
     unread = [model for model, hashes in ((target, own.hashes), (draft, sample.hashes)) if not hashes]
     return _not_compared(unread, own.size, sample.size)
+
+
+def _mismatch(target: str, draft: str, flaw: str) -> VocabularyError:
+    """Return the error for a pair that does not match; it names a draft that does, if one is known."""
+    advice = advice_for(target)
+    return VocabularyError(f"{draft} cannot draft for {target}: {flaw}" + (f"; {advice}" if advice else ""))
 
 
 def _not_compared(unread: list[str], target_size: int | None, draft_size: int | None) -> str | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
@@ -15,6 +16,8 @@ from specbranch.plugins.vllm.settings import (
     LayoutError,
     ParallelLayout,
     ProposerSettings,
+    TargetError,
+    check_target,
     proposer_arguments,
     read_settings,
 )
@@ -113,3 +116,21 @@ def test_the_arguments_of_the_python_class_are_read() -> None:
 )
 def test_only_devices_of_this_machine_count(words: list[str], devices: int) -> None:
     assert layout_of(Flags(words)).num_devices == devices
+
+
+def test_a_hybrid_target_is_refused_where_vllm_answers_wrongly(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def config(is_hybrid: bool, device: str) -> SimpleNamespace:
+        model = SimpleNamespace(is_hybrid=is_hybrid, model="tiny")
+        return SimpleNamespace(model_config=model, device_config=SimpleNamespace(device_type=device))
+
+    monkeypatch.setattr("specbranch.plugins.vllm.installed.version", lambda: "0.31.2")
+    check_target(config(False, "cpu"))
+    with pytest.raises(TargetError, match=r"tiny has recurrent layers, and on a CPU.*serve --bare"):
+        check_target(config(True, "cpu"))
+    with pytest.raises(TargetError, match=r"0.31.2 is reported.*use vLLM 0.32"):
+        check_target(config(True, "cuda"))
+    monkeypatch.setattr("specbranch.plugins.vllm.installed.version", lambda: "0.32.0+cu129")
+    check_target(config(True, "cuda"))
+    assert "drafts are untested with it" in caplog.text

@@ -19,6 +19,7 @@ from specbranch.cli.console import console_for, friendly_errors, print_json
 from specbranch.cli.options import AsJson, DraftDevice, DraftEngineName, OptionalDraft
 from specbranch.cli.preflight import Preflight, PreflightFinding, State
 from specbranch.engines.kv_cache import cache_size
+from specbranch.engines.pairs import advice_for
 from specbranch.engines.registry import ENGINES, check_engine, runs_on_gpu
 from specbranch.errors import EngineError, SpecBranchError
 from specbranch.launch.draft_process import DraftServiceOptions, place_pair
@@ -63,6 +64,7 @@ def doctor(
     with friendly_errors(SpecBranchError):
         found = {"machine": machine(), "software": software(), "choices": choices(draft, draft_engine, draft_device)}
         found["choices"]["target data type"] = slow_type_here(target, None) if target else None
+        found["choices"]["drafts that fit"] = advice_for(target) if target else None
         findings = _findings(target, draft, draft_engine, draft_device)
     if as_json:
         print_json({**found, "checks": [one.as_json() for one in findings]})

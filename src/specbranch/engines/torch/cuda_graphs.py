@@ -16,7 +16,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from specbranch.core.distribution import Distribution
-from specbranch.engines.torch.attention import Attention, Bucket, Buckets, GatherAttention, PagedBackend, StaticBuffers
+from specbranch.engines.torch.attention import (
+    PLAIN,
+    Attention,
+    Bucket,
+    Buckets,
+    GatherAttention,
+    LayerForm,
+    PagedBackend,
+    StaticBuffers,
+)
 from specbranch.engines.torch.kv_store import Batch, KVStore
 from specbranch.engines.torch.model import FusedModel
 from specbranch.engines.torch.step import ForwardPass, PackedTopK, to_host
@@ -191,7 +200,7 @@ class FlashInfer:
     def attention(self, bucket: Bucket, lengths: torch.Tensor, pages: torch.Tensor) -> Attention:
         wrapper, num_keys = self._wrappers[bucket.num_rows], self._arena.num_key_heads
 
-        def attend(store: torch.Tensor, query: torch.Tensor, scaling: float) -> torch.Tensor:
+        def attend(store: torch.Tensor, query: torch.Tensor, scaling: float, form: LayerForm = PLAIN) -> torch.Tensor:
             out = wrapper.run(query.contiguous(), store.view(len(store), 2, 1, num_keys, -1))
             found: torch.Tensor = out.view(len(query), num_keys, -1, query.shape[2])
             return found

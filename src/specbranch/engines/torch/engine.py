@@ -14,16 +14,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from specbranch.core.distribution import Distribution
-from specbranch.engines.base import EngineInfo, EngineOptions, Row
-from specbranch.engines.kv_cache import MOST, CacheSize, SlotAllocator, cache_size
+from specbranch.engines.base import EngineOptions, Row, check_tokens
+from specbranch.engines.kv_cache import SlotAllocator
 from specbranch.engines.torch.attention import Buckets, SpanAttention
 from specbranch.engines.torch.cuda_graphs import FixedShapeRunner, choose_step_runner
 from specbranch.engines.torch.kv_store import Batch, KVStore, build_batch
-from specbranch.engines.torch.loading import load, weight_bytes
-from specbranch.engines.torch.model import sliding_window, unsupported
+from specbranch.engines.torch.loading import LoadedModel, engine_info, load, size_cache
+from specbranch.engines.torch.plain import unsupported
+from specbranch.engines.torch.selftest import NUM_SLOTS
 from specbranch.engines.torch.step import ForwardPass, PackedTopK, to_host, unpack_top_k
-from specbranch.engines.vocabulary import read_fingerprint
-from specbranch.errors import EngineError, EngineFull, first_line
+from specbranch.errors import EngineFull
 from specbranch.extensions import optional_import
 from specbranch.machine import free_host_memory
 
@@ -31,8 +31,6 @@ with optional_import("torch"):
     import torch
 
 log = logging.getLogger(__name__)
-
-_PROBE = ((0, 0), (0, 0))  # tokens of the probe steps: the first needs no mask, the second does
 
 
 class TorchEngine:
@@ -49,29 +47,16 @@ class TorchEngine:
             buckets = Buckets()
         self._options = options
         loaded = load(options)
-        self._name, self._config = loaded.name, loaded.config
         self._static: FixedShapeRunner | None = None
-        self._cells = SlotAllocator(sum(map(len, _PROBE)), 1)
-        self._arena = KVStore(self._cells.max_cells, options.device, by_head=buckets is None)
-        self._forward = ForwardPass(loaded.model, self._arena, 1, by_blocks=False)
-        vocab_len = self._probe()
-        size = self._cache_size()
+        self._arena = KVStore(NUM_SLOTS, options.device, by_head=buckets is None)
+        vocab_len = self._test(loaded)
+        size = size_cache(options, self._arena.bytes_per_slot, free_host_memory())
         log.info("the draft's KV cache: %s", size)
         self._cells = SlotAllocator(size.tokens, options.max_handles)
         self._arena = KVStore.sized_like(self._arena, size.tokens)
         top_k, by_blocks = min(options.top_k, vocab_len), buckets is None
         self._forward = ForwardPass(loaded.model, self._arena, top_k, by_blocks=by_blocks)
-        self.info = EngineInfo(
-            model=options.model,
-            device=options.device,
-            vocab_len=vocab_len,
-            row_limit=options.row_limit,
-            max_handles=options.max_handles,
-            max_tokens=size.tokens,
-            dtype=loaded.dtype,
-            weight_bytes=weight_bytes(loaded.model),
-            vocab_fingerprint=read_fingerprint(options.model),
-        )
+        self.info = engine_info(options, loaded.model, loaded.dtype, vocab_len, size.tokens)
         if buckets is not None:
             with self._device():
                 self._static = choose_step_runner(self._forward, buckets.up_to(size.tokens), self._probe_steps)
@@ -98,7 +83,7 @@ class TorchEngine:
         self._cells.close(handle)
 
     def run(self, rows: Sequence[Row]) -> list[Distribution]:
-        self._require_known_tokens(rows)
+        check_tokens(rows, self.info.vocab_len)
         if not rows:
             return []
         lengths = [len(self._cells.path(row.handle)) for row in rows]
@@ -141,40 +126,17 @@ class TorchEngine:
         device = self._options.device
         return torch.cuda.device(device) if device.startswith("cuda") else nullcontext()
 
-    def _cache_size(self) -> CacheSize:
-        device = self._options.device
-        if device.startswith("cuda"):
-            free_bytes: int | None = torch.cuda.mem_get_info(device)[0]
-        else:
-            free_bytes = free_host_memory()
-        return cache_size(
-            self._options.max_tokens,
-            self._arena.bytes_per_slot,
-            free_bytes,
-            is_cpu=not device.startswith("cuda"),
-            most=min(MOST, sliding_window(self._config) or MOST),
-        )
+    def _test(self, loaded: LoadedModel) -> int:
+        """Run the self-test; return the vocabulary's size. Raise `EngineError` if our attention does not work.
 
-    def _probe(self) -> int:
-        """Run two short steps and return the vocabulary's size; raise `EngineError` if our attention does not work.
-
-        The steps also create the KV store's tensors, which show how many bytes a slot needs.
+        The test also creates the KV store's tensors, which show how many bytes a slot needs.
         """
-        handle = self.open()
-        try:
-            for tokens in _PROBE:
-                rows = [Row(handle, tokens)]
-                self._cells.allocate(rows)
-                with torch.inference_mode(), self._device():
-                    logits = self._forward.logits(*self._given(build_batch(self._cells, rows)))
-        except EngineError:
-            raise
-        except Exception as error:
-            raise unsupported(self._name, f"its first step failed ({first_line(error)})") from error
-        if self._arena.num_layers != self._config.num_hidden_layers:
+        with self._device():
+            vocab_len = loaded.self_test.check_model(loaded.model, self._arena, loaded.dtype)
+        if self._arena.num_layers != loaded.config.num_hidden_layers:
             cause = f"only {self._arena.num_layers} of its layers use attention that can be replaced"
-            raise unsupported(self._name, cause)
-        return int(logits.shape[-1])
+            raise unsupported(loaded.name, cause)
+        return vocab_len
 
     def _probe_steps(self, steps: FixedShapeRunner | None) -> list[Distribution]:
         """Run a short test sequence with `steps`, from now on the runner of small steps; return the distributions.
@@ -188,10 +150,3 @@ class TorchEngine:
             return self.run([Row(handle, tokens, num_outputs=len(tokens))])
         finally:
             self.close(handle)
-
-    def _require_known_tokens(self, rows: Sequence[Row]) -> None:
-        vocab_len = self.info.vocab_len
-        for row in rows:
-            # On a GPU such a token would end the process, not only fail.
-            if row.tokens and (min(row.tokens) < 0 or max(row.tokens) >= vocab_len):
-                raise ValueError(f"handle {row.handle}: tokens must be below {vocab_len}, the vocabulary's size")

@@ -38,6 +38,7 @@ _ZERO_POINT = 128.0  # the unsigned byte that stands for zero
 _MIN_ROWS = 4  # oneDNN has no fast AMX kernel for fewer rows if a layer is narrow
 _CHUNK = 512  # outputs quantized at a time; a whole layer at once would pass through memory five times
 _W8A16_BLOCK = 32  # the W8A16 kernel reads weights in blocks of this many inputs
+_NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")  # as configs name it
 _FEW_ROWS, _ALL_ROWS = 16, 1 << 30
 _SAMPLE = (12, 4864, 896)  # layers, outputs and inputs to time a product with, more than a core's cache holds
 _MUCH_FASTER = 1.5  # oneDNN must be this many times as fast for many rows to be worth a second copy of the weights
@@ -272,10 +273,14 @@ def can_int8() -> bool:
 
 
 def pack_linears(model: Any, kind: type[QuantizedLinear]) -> Any:
-    """Replace the model's linear layers by layers of the class `kind`, in place; return the model."""
+    """Replace the model's linear layers by layers of the class `kind`, in place; return the model.
+
+    Layers that choose experts stay as they are: they are small, and some models read their weights themselves.
+    """
+    experts = {getattr(getattr(model, "config", None), name, None) for name in _NUM_EXPERTS}
     for module in list(model.modules()):
         for name, child in module.named_children():
-            if type(child) is nn.Linear:
+            if type(child) is nn.Linear and child.out_features not in experts:
                 setattr(module, name, kind(child))
     return model
 

@@ -14,17 +14,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from specbranch.engines.base import DTYPES, EngineOptions
+from specbranch.engines.base import DTYPES, EngineInfo, EngineOptions
+from specbranch.engines.kv_cache import CacheSize, cache_size
 from specbranch.engines.models import load_model, local_model, read_config
+from specbranch.engines.torch.kv_store import KVStore
 from specbranch.engines.torch.linear import PACKED, MergedLinear, can_int8, pack_linears, packed_bytes
-from specbranch.engines.torch.model import (
-    FusedModel,
-    LinearType,
-    PlainModel,
-    can_fuse,
-    require_full_attention,
-    text_config,
-)
+from specbranch.engines.torch.model import FusedModel, LinearType, can_fuse
+from specbranch.engines.torch.plain import PlainModel, fix_rotary, require_known_attention, text_config, text_part
+from specbranch.engines.torch.selftest import NUM_SLOTS, SelfTest
+from specbranch.engines.vocabulary import read_fingerprint
 from specbranch.errors import EngineError, first_line
 from specbranch.extensions import optional_import
 
@@ -53,12 +51,26 @@ class LoadedModel:
     model: Any  # a FusedModel or a PlainModel
     dtype: str  # of its weights
     config: Any  # the Transformers config of its language model
+    self_test: SelfTest
 
 
 def load(options: EngineOptions) -> LoadedModel:
     """Load the model that the options name, in their dtype, replace its attention by ours, and return the model.
 
     Raises `EngineError` if the torch engine cannot run it.
+    """
+    given, name = load_plain(options)
+    with _explained(options):
+        require_known_attention(given)
+        self_test, config = SelfTest(given), text_config(given)
+        model, dtype = _converted(given, self_test, options)
+    return LoadedModel(name, model, dtype, config, self_test)
+
+
+def load_plain(options: EngineOptions) -> tuple[Any, str]:
+    """Load the model that the options name, as Transformers has it, and return it with the name of its class.
+
+    Its rotary frequencies are the same for all sequences. Raises `EngineError` if it cannot be loaded.
     """
     _require_dtype(options)
     _require_dense(options)
@@ -67,12 +79,17 @@ def load(options: EngineOptions) -> LoadedModel:
     options.on_progress(
         "loading weights" if is_here else f"fetching {options.model} from the Hugging Face hub, or its cache"
     )
+    with _explained(options):
+        given = text_part(load_model(source, dtype=PLAIN.get(options.dtype, "auto"), **arguments))
+        fix_rotary(given, options.max_tokens)
+        return given.to(options.device).eval(), type(given).__name__
+
+
+@contextlib.contextmanager
+def _explained(options: EngineOptions) -> Iterator[None]:
+    """Raise any error of Transformers or torch as `EngineError`, which says what was tried."""
     try:
-        given = load_model(source, dtype=PLAIN.get(options.dtype, "auto"), **arguments)
-        require_full_attention(given, options.max_tokens)
-        name, config = type(given).__name__, text_config(given)
-        given = given.to(options.device).eval()
-        model, dtype = _converted(given, options)
+        yield
     except EngineError:
         raise
     except Exception as error:
@@ -81,7 +98,6 @@ def load(options: EngineOptions) -> LoadedModel:
             "config.json and safetensors, a GGUF file, a name below $SPECBRANCH_MODELS or a name on the Hugging Face "
             "hub"
         ) from error
-    return LoadedModel(name, model, dtype, config)
 
 
 def weight_bytes(model: Any) -> int:
@@ -98,10 +114,33 @@ def weight_bytes(model: Any) -> int:
     return plain + packed_bytes(model)
 
 
-def _converted(model: Any, options: EngineOptions) -> tuple[Any, str]:
+def engine_info(options: EngineOptions, model: Any, dtype: str, vocab_len: int, max_tokens: int) -> EngineInfo:
+    """Return what an engine says of itself, for a loaded model and the size of its cache."""
+    return EngineInfo(
+        model=options.model,
+        device=options.device,
+        vocab_len=vocab_len,
+        row_limit=options.row_limit,
+        max_handles=options.max_handles,
+        max_tokens=max_tokens,
+        dtype=dtype,
+        weight_bytes=weight_bytes(model),
+        vocab_fingerprint=read_fingerprint(options.model),
+    )
+
+
+def size_cache(options: EngineOptions, bytes_per_token: int, free_host_bytes: int | None) -> CacheSize:
+    """Return the size of a cache on the device of the options; `free_host_bytes` counts if that is no CUDA device."""
+    is_cuda = options.device.startswith("cuda")
+    free_bytes = torch.cuda.mem_get_info(options.device)[0] if is_cuda else free_host_bytes
+    return cache_size(options.max_tokens, bytes_per_token, free_bytes, is_cpu=not is_cuda)
+
+
+def _converted(model: Any, self_test: SelfTest, options: EngineOptions) -> tuple[Any, str]:
     """Replace a model's layers by ours, and convert its weights to the options' dtype; return model and dtype.
 
-    For `auto` on a CPU, choose the fastest dtype by timing; elsewhere, keep the model's own.
+    For `auto` on a CPU, choose the fastest dtype by timing; elsewhere, keep the model's own. A model that keeps its own
+    layers is tested before they are packed, because 8 bits hide small faults.
     """
     dtype = options.dtype
     if dtype == "auto" and options.device == "cpu":
@@ -112,7 +151,12 @@ def _converted(model: Any, options: EngineOptions) -> tuple[Any, str]:
     if dtype in PACKED:
         options.on_progress(f"packing weights in {dtype}")
         stored = model.dtype
-        packed = pack_linears(_wrap_model(model.float(), PACKED[dtype]), PACKED[dtype])
+        wrapped = _wrap_model(model.float(), PACKED[dtype], options)
+        if isinstance(wrapped, PlainModel):
+            self_test.check_model(
+                wrapped, KVStore(NUM_SLOTS, options.device, by_head=True), str(stored).partition(".")[2]
+            )
+        packed = pack_linears(wrapped, PACKED[dtype])
         if isinstance(packed, FusedModel):
             packed.store_embedding(stored)
         return packed, dtype
@@ -120,11 +164,11 @@ def _converted(model: Any, options: EngineOptions) -> tuple[Any, str]:
     for weight in model.parameters():
         weight.data = weight.data.to(PLAIN.get(dtype, weight.dtype))
     dtype = str(model.dtype).removeprefix("torch.")
-    return _wrap_model(model, MergedLinear), dtype
+    return _wrap_model(model, MergedLinear, options), dtype
 
 
-def _wrap_model(model: Any, kind: LinearType) -> Any:
-    return FusedModel(model, kind) if can_fuse(model) else PlainModel(model)
+def _wrap_model(model: Any, kind: LinearType, options: EngineOptions) -> Any:
+    return FusedModel(model, kind) if can_fuse(model, options.max_tokens) else PlainModel(model)
 
 
 def _require_dtype(options: EngineOptions) -> None:

@@ -1,8 +1,8 @@
-"""Decoder models of the torch engine: fused for Llama-like families, unchanged for all others that it supports.
+"""The fused model, for Llama-like families.
 
 A step of one row consists of hundreds of small operations in addition to reading the weights. The fused model merges
 projections of the same input into one product, rotates queries and keys together in place, and computes a norm in one
-call. Other families run their own code from Transformers, with our attention, registered there under `NAME`.
+call.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Any
 from specbranch.engines.torch.attention import AttentionContext
 from specbranch.engines.torch.linear import Int8Linear, MergedLinear, QuantizedLinear
 from specbranch.engines.torch.lm_head import LowRankOutputLayer, is_worth_narrowing
+from specbranch.engines.torch.plain import sliding_window
 from specbranch.errors import EngineError
 from specbranch.extensions import optional_import
 
@@ -19,7 +20,6 @@ with optional_import("torch"):
     import torch
     from torch import nn
     from torch.nn.functional import rms_norm, silu
-    from transformers import AttentionInterface, AttentionMaskInterface
 try:
     from specbranch.engines.torch.cpu_layers import CompiledLayers
 except EngineError:  # without Numba
@@ -27,13 +27,9 @@ except EngineError:  # without Numba
 
 # Families whose attention, MLP and norm differ only in names.
 _FAMILIES = ("Llama", "Qwen2", "Qwen3", "Mistral")
-_CHANGING = ("dynamic", "longrope")  # rotary embeddings whose frequencies depend on the sequence length
 
 LinearType = type[QuantizedLinear] | type[MergedLinear]
 Rotary = tuple[torch.Tensor, torch.Tensor]  # cosines and signed sines of the positions, each [tokens, 1, head_dim]
-NAME = "specbranch"  # of our attention in the registries of Transformers
-_UNKNOWN_FEATURES = ("softcap", "s_aux", "position_bias")  # attention features of some models that ours lacks
-_MIN_WINDOW = 16384  # tokens; the shortest sliding window that may limit a cache of unspecified size
 
 
 class _Norm(nn.Module):
@@ -193,116 +189,17 @@ class FusedModel(nn.Module):
         return cos.to(dtype), sin.to(dtype)
 
 
-def can_fuse(model: Any) -> bool:
-    """Return whether `FusedModel` can run a model of Transformers.
+def can_fuse(model: Any, max_tokens: int | None) -> bool:
+    """Return whether `FusedModel` can run a model of Transformers on a cache of `max_tokens`, if this is known.
 
-    It must be of a family in `_FAMILIES`, with SiLU and with fixed rotary frequencies for the whole head.
+    It must be of a family in `_FAMILIES`, with SiLU, with attention to the whole sequence, and with rotary frequencies
+    for the whole head.
     """
     if type(model).__name__.removesuffix("ForCausalLM") not in _FAMILIES:
         return False
     base = model.base_model
     rotary, attention = base.rotary_emb, base.layers[0].self_attn
     is_known = all(layer.mlp.act_fn(torch.ones(1)) == silu(torch.ones(1)) for layer in base.layers)
-    return is_known and rotary.rope_type not in _CHANGING and 2 * len(rotary.inv_freq) == attention.head_dim
-
-
-class PlainModel(nn.Module):
-    """An unchanged model of Transformers with the interface of `FusedModel`."""
-
-    def __init__(self, model: Any) -> None:
-        super().__init__()
-        model.set_attn_implementation(NAME)
-        self.model = model
-
-    def forward(
-        self, tokens: torch.Tensor, positions: torch.Tensor, outputs: torch.Tensor | None, step: AttentionContext
-    ) -> torch.Tensor:
-        """Run the model and write keys and values to the step's KV store; return the logits [outputs, vocabulary].
-
-        `outputs` has the indices of the tokens whose logits are returned; None means all.
-        """
-        output = self.model(
-            input_ids=tokens[None],
-            position_ids=positions[None],
-            logits_to_keep=0 if outputs is None else outputs,
-            use_cache=False,
-            specbranch_step=step,
-        )
-        logits: torch.Tensor = output.logits[0]
-        return logits
-
-    def get_input_embeddings(self) -> Any:
-        """Return the input embedding."""
-        return self.model.get_input_embeddings()
-
-    def get_output_embeddings(self) -> Any:
-        """Return the output layer."""
-        return self.model.get_output_embeddings()
-
-
-def _attend_layer(
-    module: Any,
-    query: torch.Tensor,  # [1, heads, tokens, head_dim]
-    key: torch.Tensor,  # [1, kv_heads, tokens, head_dim]
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    scaling: float | None = None,
-    specbranch_step: AttentionContext | None = None,
-    **features: Any,
-) -> tuple[torch.Tensor, None]:
-    """Call `AttentionContext.attend` for a layer of Transformers; return its result, and None as attention weights."""
-    is_plain = all(features.get(name) is None for name in _UNKNOWN_FEATURES)
-    if specbranch_step is None or attention_mask is not None or not is_plain:
-        raise unsupported(type(module).__name__, "its attention is not plain")
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    fresh = torch.cat((key, value), dim=1)[0].transpose(0, 1)
-    found = specbranch_step.attend(module.layer_idx, query[0].transpose(0, 1), fresh, scale)
-    return found.flatten(1, 2)[None], None
-
-
-def _no_mask(*_: Any, **__: Any) -> None:
-    """Return no mask to Transformers: the attention of the step knows which tokens each token sees."""
-
-
-AttentionInterface.register(NAME, _attend_layer)
-AttentionMaskInterface.register(NAME, _no_mask)
-
-
-def require_full_attention(model: Any, max_tokens: int | None) -> None:
-    """Raise `EngineError` if a model has other state than keys and values, or its tokens see only part of a sequence.
-
-    A sliding window is fine if the cache, of `max_tokens`, is no longer than the window. If `max_tokens` is None, the
-    window must have at least 16384 tokens, and will limit the cache.
-    """
-    if type(model)._is_stateful or not type(model)._supports_attention_backend:
-        raise unsupported(
-            type(model).__name__, "it is recurrent, or Transformers does not let its attention be replaced"
-        )
-    kinds = set(getattr(text_config(model), "layer_types", None) or ()) - {"full_attention"}
-    window, max_tokens = sliding_window(text_config(model)), _MIN_WINDOW if max_tokens is None else max_tokens
-    if window is not None and window >= max_tokens:  # no sequence outgrows it
-        window = None
-        kinds.discard("sliding_attention")
-    if window is not None:
-        raise unsupported(type(model).__name__, f"its sliding window is {window}, less than max_tokens ({max_tokens})")
-    if kinds:
-        raise unsupported(type(model).__name__, f"it has layers of {', '.join(sorted(kinds))}")
-
-
-def sliding_window(config: Any) -> int | None:
-    """Return the sliding window in a model's config: how many tokens each token sees at most; None if it sees all."""
-    window: int | None = getattr(config, "sliding_window", None)
-    return window if getattr(config, "use_sliding_window", True) else None
-
-
-def text_config(model: Any) -> Any:
-    """Return the part of a model's config that describes its language model."""
-    return model.config.get_text_config(decoder=True)
-
-
-def unsupported(name: str, why: str) -> EngineError:
-    """Return the error for a class of models, called `name`, that this engine cannot run; `why` is the reason."""
-    return EngineError(
-        f"{name} cannot be a draft on the torch engine: {why}; choose a model with full attention in "
-        "every layer, such as Llama, Qwen2, Qwen3 or SmolLM2"
-    )
+    window = sliding_window(model.config)
+    sees_all = window is None or (max_tokens is not None and window >= max_tokens)
+    return is_known and sees_all and 2 * len(rotary.inv_freq) == attention.head_dim

@@ -22,7 +22,7 @@ from specbranch.engines.vocabulary import read_fingerprint
 from specbranch.plugins.vllm import compat
 from specbranch.plugins.vllm.compat import BatchRow, StepInfo
 from specbranch.plugins.vllm.hidden_states import TrainedPredictor
-from specbranch.plugins.vllm.settings import ProposerSettings
+from specbranch.plugins.vllm.settings import ProposerSettings, check_target
 from specbranch.plugins.vllm.stats_file import StatsPublisher, open_stats_file
 from specbranch.service.client.gate import Decision, Gate, StepTimer
 from specbranch.service.client.interface import NO_ANSWER, DraftSource, SequenceUpdate
@@ -43,6 +43,7 @@ class BatchDrafter:
 
     def __init__(self, vllm_config: Any, settings: ProposerSettings) -> None:
         compat.layout(vllm_config).check_supported()  # before any weights are loaded
+        check_target(vllm_config)
         compat.warn_if_untested()
         self._vllm_config = vllm_config
         self._max_model_len = compat.max_model_len(vllm_config)

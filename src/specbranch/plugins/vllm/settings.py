@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
@@ -18,6 +19,7 @@ import msgspec
 
 from specbranch.core.planners import SettingError, suggest
 from specbranch.errors import FlagError, SpecBranchError
+from specbranch.plugins.vllm import installed
 from specbranch.service.client.interface import DraftSettings
 
 log = logging.getLogger("vllm.specbranch")  # below vLLM's own logger, to share its level and format
@@ -29,6 +31,7 @@ METHOD = "custom_class"  # of `speculative_config`: vLLM's hook for proposers li
 PROPOSER = "specbranch.plugins.vllm.SpecBranchProposer"
 SECTION = "specbranch"  # our key in vLLM's `additional_config`
 KEY = "specbranch_gamma"
+_HYBRID_SINCE = (0, 32)  # the first vLLM without reports of wrong answers of hybrid targets with drafts
 _ONE_PROCESS = "uni"
 _EVERY_RANK = "external_launcher"
 
@@ -133,6 +136,10 @@ def _warn_of_value() -> None:
     log.warning("a request has a %s that is not a whole number of at least 0; it is ignored. Said once", KEY)
 
 
+class TargetError(SpecBranchError, ValueError):
+    """Drafts cannot be used with this target model."""
+
+
 class LayoutError(SpecBranchError, ValueError):
     """Drafts are impossible with a parallel layout of vLLM, or would change its output; the message says what to do."""
 
@@ -190,6 +197,31 @@ class ParallelLayout:
                 f"{self.tensor} workers cannot run in one process (executor {_ONE_PROCESS}); leave the executor to "
                 "vLLM, or use one worker"
             )
+
+
+def check_target(vllm_config: Any) -> None:
+    """Raise `TargetError` for a hybrid target where vLLM was seen, or is reported, to answer wrongly with drafts.
+
+    Its recurrent layers keep a state that vLLM must take back where draft tokens are rejected. Warn elsewhere.
+    """
+    model = vllm_config.model_config
+    if not getattr(model, "is_hybrid", False):
+        return
+    way_out = "run vLLM alone (serve --bare), or choose a target with attention in every layer"
+    if vllm_config.device_config.device_type == "cpu":
+        raise TargetError(
+            f"{model.model} has recurrent layers, and on a CPU vLLM takes their state back wrongly after draft tokens: "
+            f"answers were wrong, or the engine ended, also with another proposer; {way_out}"
+        )
+    version = installed.version()
+    if tuple(int(part) for part in re.findall(r"\d+", version)[:2]) < _HYBRID_SINCE:
+        raise TargetError(
+            f"{model.model} has recurrent layers, and vLLM {version} is reported to answer wrongly with "
+            f"drafts for such a model; use vLLM 0.32, {way_out}"
+        )
+    log.warning(
+        "%s has recurrent layers: drafts are untested with it; compare its answers with serve --bare", model.model
+    )
 
 
 def _size(arguments: Mapping[str, Any], name: str) -> int:
