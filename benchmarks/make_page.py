@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Write docs/benchmarks.md from the result files in this directory and in studies/.
+"""Write docs/dev/benchmarks.md from the result files in this directory and in studies/.
 
 `--text` prints the page instead; `--figures DIR` draws the figures of every run into a directory of your own.
 """
@@ -35,7 +35,7 @@ from specbranch.machine import commit_note
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
-PAGE = ROOT / "docs" / "benchmarks.md"
+PAGE = ROOT / "docs" / "dev" / "benchmarks.md"
 SUBJECT = "budget"
 
 
@@ -96,7 +96,7 @@ RUNS = (
         "sampled",
         "Sampled text, at temperature 1, without AMX",
         "The flagship pair in float32, four prompts of each task, 64 tokens. Rule A proposes the likeliest tokens; with "
-        "[rule B](exactness.md#rule-b-as-it-is-served) they are drawn by chance and vLLM tests them by their probabilities. Both "
+        "[rule B](../exactness.md#sampling) they are drawn by chance and vLLM tests them by their probabilities. Both "
         "take turns prompt by prompt; memory holds one engine at a time, so bare vLLM answers eight prompts before them. Every answer "
         "is another text, so a task of four prompts varies much. Rule B was then deleted on the V1 runner, which this is.",
         directory="studies/09-sampled",
@@ -139,19 +139,19 @@ RUNS = (
     Run(
         "weak",
         "A badly aligned pair",
-        "The draft without 6 of its 24 layers ([study](../studies/03-hrad/README.md#a-badly-aligned-pair-in-vllm)). Two prompts of each task.",
+        "The draft without 6 of its 24 layers ([study](../../studies/03-hrad/README.md#a-badly-aligned-pair-in-vllm)). Two prompts of each task.",
     ),
     Run(
         "weak-hrad",
         "A badly aligned pair with H-RAD, without AMX",
-        "The same pair with H-RAD trained for it ([study](../studies/03-hrad/README.md#a-badly-aligned-pair-in-vllm)), on four other "
+        "The same pair with H-RAD trained for it ([study](../../studies/03-hrad/README.md#a-badly-aligned-pair-in-vllm)), on four other "
         "prompts of each task, 24 tokens. Our methods take turns; bare vLLM answers all first.",
     ),
 )
 INTRO = f"""# Benchmarks
 
 Written by `benchmarks/make_page.py` from the result files that each section names; do not edit.
-[How it is measured](bench.md). To repeat a run: `specbranch bench run benchmarks/NAME.toml --data DIR --out FILE`.
+[How it is measured](../benchmark.md). To repeat a run: `specbranch bench run benchmarks/NAME.toml --data DIR --out FILE`.
 The first line of every result file has its scenario; a run that a later one replaced has no file NAME.toml any more.
 
 Everything ran on two cores of one CPU, without a GPU. The machine is shared, and its speed changes by up to a factor
@@ -167,7 +167,7 @@ of two from hour to hour. Only ratios within one run count. All runs but one are
 - *hook ms*: the time of the proposer's call in a step, waiting for drafts included.
 - *same*: answers equal to bare vLLM's, token by token. In bfloat16 a batch of another shape rounds differently, so
   near-ties swap with every method alike, vLLM's own included. The output distribution does not change. In float32
-  such swaps are very rare ([check](check.md)).
+  such swaps are very rare ([check](../check.md)).
 - *No clean commit*: the file does not name a commit that holds all of the code that made it
   ([list](#result-files-without-a-clean-commit))."""
 
@@ -203,7 +203,7 @@ def _section(run: Run) -> str:
     else:
         parts.append(_by_task(results))
     if run.figure:
-        parts.append(f"![Speeds of the methods; lines: 95 % of resamples of the prompts]({run.figure})")
+        parts.append(f"![Speeds of the methods; lines: 95 % of resamples of the prompts](../{run.figure})")
     if lost := _lost(results):
         parts.append(f"Where `{SUBJECT}` loses:\n\n{lost}")
     return "\n\n".join(parts)
@@ -230,7 +230,7 @@ def _facts(run: Run, results: Results) -> str:
     )
     return (
         f"Target {scenario.target} in {scenario.dtype}{draft}; temperature {scenario.temperature:g}, "
-        f"at most {scenario.max_tokens} tokens.\n[`{path}`](../{path}), {vllm}commit {source['commit']}."
+        f"at most {scenario.max_tokens} tokens.\n[`{path}`](../../{path}), {vllm}commit {source['commit']}."
     )
 
 
@@ -329,7 +329,7 @@ def _forecasts() -> str:
         f"The simulator on recorded traces, with the step times of the run itself, against {len(found['rows'])} measured "
         f"speeds: median error {found['median_error']:.0%}, worst {found['worst_error']:.0%}. With the step times of "
         f"`specbranch plan`: median {found['median_planned_error']:.0%}, worst {found['worst_planned_error']:.0%} "
-        "([study](../studies/06-forecast/README.md))."
+        "([study](../../studies/06-forecast/README.md))."
     )
     parts = ["## Forecasts against these runs", textwrap.fill(text, 118)]
     return "\n\n".join([*parts, *_file_notes(study / "result.json", study / "plan.json")])
@@ -339,7 +339,7 @@ def _unclean() -> str:
     """Every result file of the repository that has no clean commit."""
     paths = sorted(path for folder in ("benchmarks", "studies") for path in (ROOT / folder).rglob("*.json*"))
     rows = [
-        [f"[`{path.relative_to(ROOT)}`](../{path.relative_to(ROOT)})", note.partition(": ")[2]]
+        [f"[`{path.relative_to(ROOT)}`](../../{path.relative_to(ROOT)})", note.partition(": ")[2]]
         for path in paths
         if (note := commit_note(read_source(path)))
     ]

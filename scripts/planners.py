@@ -1,5 +1,6 @@
 #!/usr/bin/env python
-"""Write docs/planners.md: each planner, whose idea it is, and its settings, as their classes have them."""
+"""Write what the docs say of planners, from their classes: each planner with its settings in docs/reference.md, and the names that a
+planner may use in docs/extend.md. Each part stands between two comments of its page."""
 
 from __future__ import annotations
 
@@ -7,17 +8,17 @@ import argparse
 import inspect
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 
 from specbranch.core.node import Node
 from specbranch.core.planner import Settings, describe_setting
-from specbranch.core.planners import DEFAULT_PLANNER, PLANNERS, settings_type
+from specbranch.core.planners import PLANNERS, settings_type
 from specbranch.core.round import Round
 from specbranch.core.tree import Tree
 
-PAGE = Path(__file__).resolve().parents[1] / "docs" / "planners.md"
+DOCS = Path(__file__).resolve().parents[1] / "docs"
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,7 @@ ABOUT = {
         "The target decodes alone. Nothing is drafted and nothing is submitted. All speeds are measured against it.",
         "Plain decoding.",
         "Where the target's step costs more with every token that it verifies, such as emulated bfloat16 on a CPU, or a full batch; "
-        "the gate then switches drafts off by itself.",
+        "drafting is then [disabled automatically](how-it-works.md#drafting-stops-where-it-does-not-help).",
     ),
     "sps": About(
         "The draft model drafts `gamma` tokens while the target waits. The target verifies them in one step while the draft model "
@@ -48,11 +49,11 @@ ABOUT = {
         "acceptance probability, 1 - sqrt(`eta` * entropy), is compared with a threshold. The threshold follows the acceptance that "
         "was measured.",
         "AdaEDL: Agrawal, Jeon and Lee, 2024 ([arXiv 2410.18351](https://arxiv.org/abs/2410.18351)).",
-        "Over `sps` with one request at a time, where drafts are often refused.",
+        "It is faster than `sps` with one request at a time, where draft tokens are often rejected.",
     ),
     "pearl": About(
         "The draft model goes on drafting one chain while the target verifies the tokens before. If all of them are accepted, the "
-        "next `gamma` tokens are ready; if one is refused, what was drafted after it is lost. The first token of a window is "
+        "next `gamma` tokens are ready; if one is rejected, what was drafted after it is discarded. The first token of a window is "
         "verified while the rest of the window is drafted.",
         "PEARL: Liu et al., ICLR 2025 ([arXiv 2408.11850](https://arxiv.org/abs/2408.11850)).",
         "Where the draft is busy with many requests and the ratio c of step times is small: it runs one row in a step "
@@ -60,11 +61,11 @@ ABOUT = {
     ),
     "ssd": About(
         "While the target verifies, the draft model prepares a draft for each number of accepted tokens, and for several candidates "
-        "of the target's own token. Likely numbers get more candidates, by a fixed rule. On a miss the target waits for a new draft, or "
-        "goes on without (`fallback`).",
+        "of the target's own token. Likely numbers get more candidates, by a fixed rule. If the result was not prepared for, the target waits for new draft tokens, "
+        "or goes on without (`fallback`).",
         "Speculative speculative decoding, algorithm Saguaro: Kumar, Dao and May, ICLR 2026 "
         "([arXiv 2603.03251](https://arxiv.org/abs/2603.03251)).",
-        "Where rows are nearly free: it runs 24 of them in a step. In our tables `budget` is faster, which runs the same rows only "
+        "Where more sequences in a batch of the draft model cost nearly nothing: it runs 24 of them in a step. In our tables `budget` is faster, which runs the same ones only "
         "where they are likely to be used.",
     ),
     "specbranch": About(
@@ -72,20 +73,20 @@ ABOUT = {
         "target verifies. The less confident the draft model is, the more branches there are. A predictor on the target's hidden "
         "states, H-RAD, may say that none or all tokens of the next window will be accepted.",
         "SpecBranch: Shen et al., ICLR 2026 ([arXiv 2506.01979](https://arxiv.org/abs/2506.01979)). By default the target does not wait "
-        "after a miss, and only branches that pay for their time grow; `wait_for_draft` without `cost_aware` is [the paper's form](paper.md).",
-        "Over `pearl` in most of our tables, and with fewer refused tokens. With one request at a time `budget` is faster; with many it is "
-        "ahead of `budget` in some cells of the [map](../studies/05-scale/README.md#the-map).",
+        "after a result that was not prepared for, and a branch grows only if it is expected to save more time than it takes; `wait_for_draft` without `cost_aware` is [the paper's form](dev/paper.md).",
+        "It is faster than `pearl` in most of our tables, with fewer rejected tokens. With one request at a time `budget` is faster; with "
+        "many requests it is ahead of `budget` in some cells of the [map](../studies/05-scale/README.md#the-map).",
     ),
     "budget": About(
         "Every token that could be drafted has a probability of being used: the product of calibrated acceptance probabilities on the way "
-        "to it. The draft model runs the rows with the highest probabilities, whatever verdict they prepare for, and as many "
-        "as are worth their time. N-gram guesses from the text and from past answers cost no draft step, and a token whose "
+        "to it. The draft model runs the rows with the highest probabilities, whatever verification result they prepare for, and as many "
+        "as are worth their time. Lookup drafts, from the request's own tokens and from past answers, cost no draft step, and a token whose "
         "verification would cost more than it gains is not submitted.",
-        "Ours ([study](../studies/02-budget/README.md)). Fixed probabilities would make it SSD, branches at one position SpecBranch, and expensive "
-        "rows PEARL.",
-        "With one request at a time over all other planners here. With many requests at once `specbranch` or `pearl` is ahead of it in some cells of "
-        "the [map](../studies/05-scale/README.md#the-map). vLLM's `suffix` is as fast on text that repeats, and needs no second model "
-        "([benchmarks](benchmarks.md)).",
+        "Ours ([study](../studies/02-budget/README.md)). With fixed probabilities it would be SSD, with branches at one position SpecBranch, with expensive "
+        "batches PEARL.",
+        "With one request at a time it is faster than all other planners here. With many concurrent requests `specbranch` or `pearl` is ahead of it in some cells of "
+        "the [map](../studies/05-scale/README.md#the-map). vLLM's `suffix` is as fast on prompts that repeat themselves, and needs no second model "
+        "([benchmarks](dev/benchmarks.md)).",
     ),
 }
 
@@ -116,7 +117,7 @@ ASKED = {
 SAID = {  # of fields, which have no docstrings
     "tree": "The drafted tokens that may follow the last committed token.",
     "costs": "What was learned of both models: step times, and how often the draft model is right.",
-    "is_hit": "Whether the draft model had computed its distribution after the last verdict's own token before that verdict.",
+    "is_hit": "Whether the draft model had computed its distribution after the target's own token before the verification ended.",
     "root": "The last committed token.",
     "token": "Its token id.",
     "position": "Its index in the whole sequence, prompt included.",
@@ -140,66 +141,49 @@ def asked() -> Iterator[str]:
             yield f"| `{owner.__name__.lower()}.{name}{call}` | {' '.join(said.split())} |"
 
 
-OWN = """## A planner of your own
-
-A class in [thirty lines](../examples/extension/README.md). One object serves one sequence, so it may keep what it likes. Its methods are called
-between steps and must return within microseconds:
-
-- `submit(round)` after every verdict: the chain of nodes below the root to verify now, or None to let the target wait; then it is called
-  again after every draft step. After the deadline the target goes on with what there is.
-- `rows_to_run(round)` before every draft step: the nodes whose distributions the draft model should compute, most valuable first. To
-  compute a node's distribution is to *run* it; tokens after it can be drawn then. A node that has run is not to be named again.
-- `learn(round, verdict)` with every verdict, before the tree's root moves. By default it does nothing.
-
-What they may ask, all of it without side effects but that `chain`, `children` and `next_unrun` draw tokens where distributions are known:
-
-| name | |
-|---|---|
-{table}
-
-Three branches where a submission ends, each `depth` tokens long:
-
-```python
-def rows_to_run(self, round):
-    tree = round.tree
-    if tree.end.distribution is None:
-        return [tree.end]
-    tips = [tree.next_unrun(branch, self.settings.depth) for branch in tree.children(tree.end, 3)]
-    return [tip for tip in tips if tip]
-```"""
-
-
-def page() -> str:
-    """Return the page."""
-    lines = [
-        "# Planners",
-        "",
-        "    specbranch serve TARGET --draft DRAFT --planner specbranch --set confidence=0.4",
-        "    specbranch simulate --planners pearl,specbranch,budget --sweep specbranch.confidence=0.1:0.9:0.2",
-        "",
-        "A planner decides for each request what is drafted and what is submitted for verification, never what is accepted. "
-        f"The default is [`{DEFAULT_PLANNER}`](#{DEFAULT_PLANNER}). [A planner of your own](#a-planner-of-your-own) takes thirty lines.",
-        "",
-        "This page is made by `scripts/planners.py` from the settings classes. Speeds: [simulated on the paper's pairs](paper.md), "
-        "[on real engines](benchmarks.md#every-planner-four-tasks).",
-    ]
+def planners() -> str:
+    """Return the part of the reference: every planner with its settings."""
+    lines: list[str] = []
     for name in PLANNERS:
         about, settings = ABOUT[name], settings_type(name)
-        lines += ["", f"## {name}", "", about.does, "", f"*Idea:* {about.idea}", "", f"*When it wins:* {about.wins}"]
+        lines += ["", f"### {name}", "", about.does, "", f"*Idea:* {about.idea}", "", f"*When it wins:* {about.wins}"]
         if fields(settings):
             lines += ["", "| setting | default | values | meaning |", "|---|---|---|---|", *rows(settings)]
-    return "\n".join([*lines, "", OWN.format(table="\n".join(asked()))]) + "\n"
+    return "\n".join(lines[1:])
+
+
+def names() -> str:
+    """Return the table of the names that a planner may use."""
+    return "\n".join(["| name | meaning |", "|---|---|", *asked()])
+
+
+# By page: the comments before and after the part, and what makes it.
+PARTS: Mapping[str, tuple[str, str, Callable[[], str]]] = {
+    "reference.md": ("<!-- planners: made by scripts/planners.py -->", "<!-- end of planners -->", planners),
+    "extend.md": ("<!-- names: made by scripts/planners.py -->", "<!-- end of names -->", names),
+}
+
+
+def renewed(page: str) -> str:
+    """Return the text of a page with its part made anew; exit if the page lacks the comments around it."""
+    begin, end, make = PARTS[page]
+    text = (DOCS / page).read_text()
+    if begin not in text or end not in text:
+        sys.exit(f"docs/{page} lacks the lines {begin} and {end}")
+    return f"{text.partition(begin)[0]}{begin}\n\n{make()}\n\n{end}{text.partition(end)[2]}"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument(
-        "--check", action="store_true", help="write nothing; fail if the page is not as it would be written"
+        "--check", action="store_true", help="write nothing; fail if a page is not as it would be written"
     )
-    if not parser.parse_args().check:
-        PAGE.write_text(page())
-    elif PAGE.read_text() != page():
-        sys.exit("docs/planners.md is not what scripts/planners.py writes; run it")
+    is_check = parser.parse_args().check
+    for page in PARTS:
+        if not is_check:
+            (DOCS / page).write_text(renewed(page))
+        elif (DOCS / page).read_text() != renewed(page):
+            sys.exit(f"docs/{page} is not what scripts/planners.py writes; run it")
 
 
 if __name__ == "__main__":

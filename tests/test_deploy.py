@@ -19,7 +19,7 @@ DEPLOY = ROOT / "deploy"
 DASHBOARD = json.loads((DEPLOY / "monitoring" / "dashboard.json").read_text())
 MANIFESTS = sorted((DEPLOY / "kubernetes").glob("*.yaml"))
 UNITS = sorted((DEPLOY / "systemd").glob("*.service"))
-METRICS = set(re.findall(r"`(specbranch_\w+)", (ROOT / "docs" / "metrics.md").read_text()))
+METRICS = set(re.findall(r"`(specbranch_\w+)", (ROOT / "docs" / "python.md").read_text()))
 
 
 def name(path: Path) -> str:

@@ -1,4 +1,4 @@
-"""docs/one-round.md names files, classes and functions that exist."""
+"""docs/dev/one-round.md names files, classes and functions that exist."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 from tests.root import ROOT
 
-PAGE = (ROOT / "docs" / "one-round.md").read_text()
+PAGE = (ROOT / "docs" / "dev" / "one-round.md").read_text()
 STOPS = re.findall(r"^\| \d+ \| [\w ]+ \| \w+ \| `([\w/]+\.py)` \| `([\w.]+)` \|$", PAGE, re.MULTILINE)
 
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Write docs/paper.md and its pictures from result.json and from the result files of the benchmarks.
+"""Write docs/dev/paper.md and its pictures from result.json and from the result files of the benchmarks.
 
 studies/10-paper/page.py            # after run.py, which calls it
 studies/10-paper/page.py --check    # fail if the page is not as it would be written
@@ -19,7 +19,7 @@ from specbranch.extensions import load_pyplot
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
-PAGE = ROOT / "docs" / "paper.md"
+PAGE = ROOT / "docs" / "dev" / "paper.md"
 PAIRS = ("llama-68m-7b", "vicuna-68m-13b", "deepseek-1.3b-33b", "llama3-8b-70b")
 WEAK = "vicuna-68m-13b"
 TOLERANCE = 5  # points of percent within which a gain counts as repeated
@@ -142,7 +142,7 @@ On real engines, over bare vLLM: the flagship pair in bfloat16, `specbranch` {re
 {real("planners.jsonl", "pearl")}, `budget` {real("planners.jsonl", "budget")}; a weak pair, `specbranch` {real("weak.jsonl", "specbranch")} and `pearl`
 {real("weak.jsonl", "pearl")}, `budget` {real("weak.jsonl", "budget")} ([benchmarks](benchmarks.md#every-planner-four-tasks), two cores).
 
-![Speed over plain decoding of the four pairs](../studies/10-paper/pairs.png)"""
+![Speed over plain decoding of the four pairs](../../studies/10-paper/pairs.png)"""
 
 
 def main_table(result: Result) -> str:
@@ -307,7 +307,7 @@ def sweeps(result: Result) -> str:
     ]
     return f"""## Threshold, branches, γ, c, acceptance
 
-![Speed by threshold, branches, gamma, c and acceptance](../studies/10-paper/sweeps.png)
+![Speed by threshold, branches, gamma, c and acceptance](../../studies/10-paper/sweeps.png)
 
 - **Threshold ε.** The paper reports 72 to 67 tokens/s with H-RAD and 64 to 49 without, from 0.1 upward. Here speed falls from its best to
   ε = 0.9 by {abs(falls["confidence"]):.0f} % with confidence alone and {abs(falls["oracle"]):.0f} % with an oracle: little sensitivity is not seen.
@@ -352,7 +352,7 @@ The paper measures one request at a time. Simulated on {WEAK}, a target step tha
 
 On real engines: [one to sixteen requests](benchmarks.md#one-to-sixteen-requests-at-once-without-amx), [temperature 1](benchmarks.md#sampled-text-at-temperature-1-without-amx).
 The published code tests top-k tokens by p/q, which is biased above temperature 0; here tokens are matched, or drawn
-([exactness](exactness.md)), and every planner is enumerated in rational numbers."""
+([exactness](../exactness.md)), and every planner is enumerated in rational numbers."""
 
 
 HEAD = """# The paper, and what anyone can rerun
@@ -367,7 +367,7 @@ HEAD = """# The paper, and what anyone can rerun
 differs from the paper. So the threshold ε, k_max, c and what exactly is counted are not known to us, and published figures are as the notes
 give them. They are from GPUs and other pairs; ours are simulated, or from a CPU. Simulated: {seeds} seeds of {tokens:,} tokens for the four pairs (three
 for cells and sweeps), c = γ, a further draft row costs 0.03 of a step. Every figure here stands in
-[`result.json`](../studies/10-paper/result.json) or in a result file of the [benchmarks](benchmarks.md)."""
+[`result.json`](../../studies/10-paper/result.json) or in a result file of the [benchmarks](benchmarks.md)."""
 
 
 def hrad(result: Result) -> str:
@@ -404,7 +404,7 @@ the thresholds on the draft's confidence of all methods. Ranges: bootstrap over 
 
 Against confidence alone, an oracle has {ranged(base["paper"]["oracle"]["over_confidence"], 3)} in the paper's form and {ranged(base["served"]["oracle"]["over_confidence"], 3)} as served; a fixed
 length has {ranged(base["paper"]["all"]["over_confidence"], 3)} and {ranged(base["served"]["all"]["over_confidence"], 3)}. Log loss of K = 4, by training positions:
-{", ".join(f"{row['positions']:,}: {row['log_loss']:.3f}" for row in curve)}. More on [what it knows](../studies/03-hrad/README.md)."""
+{", ".join(f"{row['positions']:,}: {row['log_loss']:.3f}" for row in curve)}. More on [what it knows](../../studies/03-hrad/README.md)."""
 
 
 def ranged(values: Sequence[float], digits: int) -> str:
@@ -421,7 +421,7 @@ TAIL = """## Where we differ
 | drafted tokens beyond a cut are lost | they stay in the tree as the first branch |
 | length of a branch bounded by c | the number of draft steps nearest to the measured c, at most γ |
 | branches are copies of a cache | one tree; branches share their prefix, no cell is copied |
-| H-RAD asks about every window | `specbranch` can ask it ([how to](vllm.md#h-rad)); `budget` does not, because [it adds next to nothing](../studies/03-hrad/README.md#once-a-token-is-drafted) about a token whose own distribution is known |
+| H-RAD asks about every window | `specbranch` can ask it ([how to](../extend.md#train-a-predictor-h-rad)); `budget` does not, because [it adds next to nothing](../../studies/03-hrad/README.md#once-a-token-is-drafted) about a token whose own distribution is known |
 
 Not to be had here: its pairs on GPUs, Spec-Bench, the baseline Lookahead, the cost of H-RAD (0.38 % of latency), t-SNE pictures."""
 
@@ -512,7 +512,7 @@ def main() -> None:
     result = Result(json.loads(args.result.read_text()))
     if args.check:
         if args.out.read_text() != page(result):
-            sys.exit("docs/paper.md is not what studies/10-paper/page.py writes; run it")
+            sys.exit("docs/dev/paper.md is not what studies/10-paper/page.py writes; run it")
         return
     args.out.write_text(page(result))
     draw_pairs(result)

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Try the torch engine on tiny random models of many architectures: result.json, and the table in docs/engines.md.
+"""Try the torch engine on tiny random models of many architectures: result.json, and the table in docs/dev/engines.md.
 
     studies/12-families/run.py                 # all: some minutes
     studies/12-families/run.py llama gemma2    # only these; prints, writes nothing
@@ -33,7 +33,7 @@ from specbranch.machine import provenance
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
-RESULT, PAGE = HERE / "result.json", ROOT / "docs" / "engines.md"
+RESULT, PAGE = HERE / "result.json", ROOT / "docs" / "dev" / "engines.md"
 MARKS = "<!-- families: made by studies/12-families/run.py -->", "<!-- end of families -->"
 EXACT = 1e-5  # the largest error in probability that counts as exact in float32
 ROUNDING = 0.01  # and as rounding, in models that amplify it

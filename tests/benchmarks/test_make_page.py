@@ -14,7 +14,7 @@ from specbranch.bench.results import read_results, summarize
 from specbranch.machine import commit_note
 from tests.root import ROOT
 
-PAGE = (ROOT / "docs" / "benchmarks.md").read_text()
+PAGE = (ROOT / "docs" / "dev" / "benchmarks.md").read_text()
 SECTIONS = PAGE.split("\n## ")[1:]
 RESULTS = sorted(path for folder in ("benchmarks", "studies") for path in (ROOT / folder).rglob("*.json*"))
 RUNS = [path for path in (ROOT / "benchmarks").glob("*.jsonl") if '"scenario":' in path.read_text().partition("\n")[0]]

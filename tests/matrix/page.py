@@ -1,4 +1,4 @@
-"""docs/versions.md: which releases of vLLM work, from the result file."""
+"""docs/dev/releases.md: which releases of vLLM work, from the result file."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from specbranch.core.planners import PLANNERS
 from tests.matrix.runs import RUNS, read_results
 
-PAGE = Path(__file__).parents[2] / "docs" / "versions.md"
+PAGE = Path(__file__).parents[2] / "docs" / "dev" / "releases.md"
 
 _INTRO = """# Which vLLM releases work
 
@@ -35,8 +35,8 @@ target itself in another number format. GPUs are not tested.
   the workarounds for vLLM's sampler wait until the model is loaded.
 - **0.30 on the CPU.** vLLM cannot verify any draft there: its sampler holds Triton's kernels and ends with `Cannot
   inspect kernel parameters`. The proposer gives it vLLM's own kernels for the CPU.
-- **Sampling on the CPU.** [Two more faults](check.md#two-faults-that-it-found) are in all five releases. A crash on
-  top-k needs a step without drafts that reaches the sampler; by reading, only 0.32 has such steps.
+- **Sampling on the CPU.** [Two more faults](../check.md#faults-that-it-found-in-vllm) are in all five releases. A
+  crash on top-k needs a step without drafts that reaches the sampler; by reading, only 0.32 has such steps.
 - **Packages.** 0.31 needs transformers before 5.18 and xgrammar 0.2.7; 0.32 needs xgrammar 0.2.8.
 
 Where the proposer finds a fault it says in the log that it works around it. Outside these releases it warns.

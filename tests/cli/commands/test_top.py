@@ -133,7 +133,7 @@ def test_the_screen_of_a_draft_service(width: int) -> None:
 
 def test_the_screen_in_the_docs_is_that_of_the_command() -> None:
     block = (
-        (ROOT / "docs" / "service.md").read_text().partition("`top` shows, among others:\n\n")[2].partition("\n\n")[0]
+        (ROOT / "docs" / "monitor.md").read_text().partition("`top` shows, among others:\n\n")[2].partition("\n\n")[0]
     )
     quoted = [line.removeprefix("    ") for line in block.splitlines()]
 

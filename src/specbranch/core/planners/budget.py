@@ -46,11 +46,11 @@ class BudgetSettings(Settings):
 
     `uses_text`: make n-gram drafts from the sequence's own repetitions. `uses_memory`: make them from past answers of
     the same target. `run_guesses`: also compute the draft model's distributions after n-gram guesses, in the step that
-    computes the one before them. `cost_aware`: submit no token whose acceptance probability does not pay for its
+    computes the one before them. `cost_aware`: submit no token whose acceptance probability is not worth its
     verification. `min_accept_prob`: submit no token with a lower acceptance probability, even where verification is
     free; this saves work of the target and costs some speed. `takes_turns`: draft only while the target waits, and let
-    it wait while that pays; for a draft on the target's own cores. `wait_for_draft`: let the target wait for a draft of
-    full length; only for tests.
+    it wait while that saves more time than it takes; for a draft model on the target's own cores. `wait_for_draft`: let
+    the target wait for a draft of full length; only for tests.
     """
 
     gamma: Window = 15  # with the target's own token a power of two, as kernels like it

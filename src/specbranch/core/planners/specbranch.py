@@ -30,8 +30,8 @@ class SpecbranchSettings(Settings):
     """Settings of `SpecbranchPlanner`. `gamma`: the longest submission. `max_branches`: the most branches at a time.
 
     `confidence`: a distribution whose likeliest token has a lower probability is doubtful. `wait_for_draft`: after a
-    miss the target waits for a draft. `cost_aware`: grow only the branches that give the most acceptance probability
-    for the draft's time.
+    result that was not prepared for, the target waits for a draft. `cost_aware`: grow only the branches
+    that give the most acceptance probability for the draft's time.
     """
 
     gamma: Window = 8
