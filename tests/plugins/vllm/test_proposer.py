@@ -696,25 +696,28 @@ FREELY = {"cost_aware": False}  # in these tests a step takes no time
 
 
 @contextlib.contextmanager
-def service_that_is(state: str, directory: Path) -> Iterator[str | None]:
-    """The address of a draft service that is not there, that says nothing, or None."""
+def service_that_is(state: str, directory: Path) -> Iterator[tuple[str | None, zmq.Socket[bytes]]]:
+    """The address of a draft service that is not there, that says nothing, or None; and the socket that is silent."""
     address = f"ipc://{directory}/draft.sock"
     with zmq.Context() as context, context.socket(zmq.ROUTER) as silent:
         if state == "late":
             silent.bind(address)
-        yield None if state == "none" else address
+        yield None if state == "none" else address, silent
 
 
 @pytest.mark.parametrize("state", ["none", "dead", "late"])
 def test_without_a_service_that_answers_drafts_come_from_the_text(
     state: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    with service_that_is(state, tmp_path) as address:
+    with service_that_is(state, tmp_path) as (address, silent):
         proposer = proposer_with(monkeypatch, target=LONG, planner="none")
         monkeypatch.setattr("specbranch.plugins.vllm.proposer.draft_client", draft_client)
         proposer.configure(ProposerSettings(address=address, settings=FREELY, deadline_ms=5, is_gated=False))
         reader = Reader(proposer)
-        first, later = reader.read(15), reader.read(15)
+        first = reader.read(15)
+        while state == "late" and not silent.poll(20):  # steps take no time: all could end before it is connected
+            first += reader.read(1)
+        later = reader.read(15)
         client = proposer.core._client
         if client is not None:
             client.close()
@@ -722,7 +725,7 @@ def test_without_a_service_that_answers_drafts_come_from_the_text(
     counts = proposer.counts()
     assert first > 15 and later > 40, "of at most 45: two draft tokens and one more"
     assert counts["text_accepted"] >= 25 and counts["text_faults"] == 0
-    assert (counts.get("unreachable", 0) == 30) == (state == "dead")
+    assert (counts.get("unreachable", 0) == counts.get("calls", -1)) == (state == "dead")
     assert (counts.get("timeouts", 0) > 0) == (state == "late")
     assert (client is None) == (state == "none")
 
