@@ -81,7 +81,9 @@ def picture() -> str:
             svg.text(round(ends[1] + 10, 1), y + 20, f"{speed:.1f}", size=15, bold=True),
             svg.text(round(ends[1] + 42, 1), y + 20, f"({low:.1f} to {high:.1f})", "dim"),
         ]
-    lines += [svg.text(16, height - 40 + 20 * place, note, "dim", size=13) for place, note in enumerate(_notes(answers))]
+    lines += [
+        svg.text(16, height - 40 + 20 * place, note, "dim", size=13) for place, note in enumerate(_notes(answers))
+    ]
     return svg.document(title, height, lines)
 
 

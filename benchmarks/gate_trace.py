@@ -80,7 +80,7 @@ SCHEDULE: tuple[tuple[float, str, str], ...] = (
 # The picture: what it calls the planners, and the states of the draft; pixels.
 HEADINGS = {"budget": "SpecBranch's own planner (budget)", "sps": "Drafts of a fixed length (sps)"}
 STATES = {"slow": "ten times slower", "wrong": "always wrong", "dead": "dead"}
-LEFT, RIGHT, TOP, PANEL, STEP = 58, 684, 118, 168, 252
+LEFT, RIGHT, TOP, PANEL, STEP = 58, 684, 112, 168, 258
 CLEAR = 0.03  # a way that wins by less is never called wrong
 CALM_S, CALM_SHARE = 30, 0.25  # decided: so long, at most that share of the steps goes the wrong way
 
@@ -372,17 +372,17 @@ def draw(document: Mapping[str, Any]) -> str:
     """Each planner's speed over no drafts in the first seed, by minute, with the state of the draft behind it."""
     own = next(iter(document["planners"].values()))["summary"]["gate"]
     worst = f"{own['worst_minute']:.2f}"
-    title = f"Where drafts do not help they go off: worst minute {worst} of plain speed"
+    title = f"SpecBranch's planner: even the worst minute has {worst} of plain speed"
     num_panels = len(document["planners"])
-    height = TOP + STEP * num_panels + 62
+    height = TOP + STEP * num_panels + 70
     body = [
         svg.text(16, 30, title, size=15.5, bold=True),
         svg.text(16, 54, "Speed with drafts over speed without, each minute of four hours of changing", "dim"),
-        svg.text(16, 74, "traffic. A simulation with the real planner and the real switch.", "dim"),
+        svg.text(16, 74, "traffic. A switch turns drafts off where they do not help. Simulated step times.", "dim"),
     ]
     for index, (planner, found) in enumerate(document["planners"].items()):
         body += draw_planner(TOP + STEP * index, planner, found, document)
-    body += draw_legend(height - 50, document["minutes"])
+    body += draw_legend(height - 64, document["minutes"], len(next(iter(document["planners"].values()))["seeds"]))
     return svg.document(f"{title}, in a simulation", height, body)
 
 
@@ -404,29 +404,39 @@ def draw_planner(top: float, planner: str, found: Mapping[str, Any], document: M
         dots = "" if tick in (0, 1) else ' stroke-dasharray="2 4"'
         yield svg.line(f"M{LEFT} {y:.1f}H{RIGHT}", "dim" if tick in (0, 1) else "plain", width=1, extra=dots)
         yield svg.text(LEFT - 8, round(y + 5, 1), "same" if tick == 1 else f"{tick}x", "dim", anchor="end")
-    for policy, name, width in (("always", "draft", 1.6), ("gate", "target", 2.2)):
-        yield svg.line(curve(run[policy]["by_minute"], minutes, base, scale), name, width=width, extra=' stroke-linejoin="round"')
+    for policy, name, width in (("always", "bad", 1.6), ("gate", "target", 2.2)):
+        yield svg.line(
+            curve(run[policy]["by_minute"], minutes, base, scale), name, width=width, extra=' stroke-linejoin="round"'
+        )
 
 
 def draw_key(y: float, summary: Mapping[str, Mapping[str, float]]) -> Iterator[str]:
     """What the two curves are, with their figures."""
-    for x, policy, name, words_ in ((16, "gate", "target", "switched"), (354, "always", "draft", "always drafting")):
+    for x, policy, name, words_ in (
+        (16, "gate", "target", "with the switch"),
+        (366, "always", "bad", "always drafting"),
+    ):
         one = summary[policy]
         yield svg.line(f"M{x} {y - 5}h20", name, width=4)
         yield svg.text(x + 28, y, f"{words_}: {one['ratio']:.2f}x, worst {one['worst_minute']:.2f}x")
 
 
-def draw_legend(y: float, minutes: int) -> Iterator[str]:
+def draw_legend(y: float, minutes: int, num_runs: int) -> Iterator[str]:
     """The hours below the last panel, and what the bands mean."""
     for hour in range(minutes // 60 + 1):
-        yield svg.text(round(across(60 * hour, minutes), 1), y - 2, f"{hour} h", "dim", anchor="middle")
-    yield svg.text(16, y + 32, "Draft model:", "dim")
-    x = 122.0
+        anchor = "end" if 60 * hour == minutes else "middle"
+        yield svg.text(round(across(60 * hour, minutes), 1), y - 16, f"{hour} h", "dim", anchor=anchor)
+    yield svg.text(16, y + 20, "Draft model:", "dim")
+    x = 116.0
     for state, words_ in STATES.items():
-        yield svg.rect(x, y + 20, 16, 14, f"{state} edge", radius=2)
-        yield svg.text(x + 23, y + 32, words_, "dim")
-        x += 48 + 8.3 * len(words_)
-    yield svg.text(round(x, 1), y + 32, "else good. Gaps: nobody asks.", "dim")
+        yield svg.rect(x, y + 8, 16, 14, f"{state} edge", radius=2)
+        yield svg.text(x + 23, y + 20, words_, "dim")
+        x += 42 + 8.3 * len(words_)
+    yield svg.rect(x, y + 8, 16, 14, "paper edge", radius=2)
+    yield svg.text(round(x + 23, 1), y + 20, "good", "dim")
+    yield svg.text(
+        16, y + 46, f"Curves: one of {num_runs} simulated runs. Figures: all of them. Gaps: no requests.", "dim"
+    )
 
 
 def across(minute: float, minutes: int) -> float:

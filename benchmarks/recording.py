@@ -86,7 +86,11 @@ def draw(document: dict[str, Any]) -> str:
     without, with_drafts = ends_s.values()
     num_tokens = document["lines"][0].partition(" ")[0]
     result = f"The same {num_tokens} tokens on the same {cores(document)} CPU cores: {with_drafts:.1f} s instead of {without:.1f} s"
-    note = "Recorded run, played in real time." if film.pace == 1 else "Recorded run, shortened: a second of the picture is"
+    note = (
+        "Recorded run, played in real time."
+        if film.pace == 1
+        else "Recorded run, shortened: a second of the picture is"
+    )
     if film.pace > 1:
         note += f" {film.pace:.1f} s of the run, on both sides."
     target, draft = (svg.MODELS[document["models"][side]] for side in ("target", "draft"))
@@ -161,7 +165,9 @@ def clock(index: int, right: float, y: float, ticks: int) -> Iterator[str]:
     """A window on a strip with all values of the clock, which moves up; at rest it shows the last one."""
     yield f'<clipPath id="window{index}"><rect x="{right - 80:g}" y="{y - 15:g}" width="80" height="{LINE}"/></clipPath>'
     yield f'<g clip-path="url(#window{index})"><g class="moving clock{index} ink" font-size="16" font-weight="bold" text-anchor="end">'
-    yield "".join(f'<text x="{right:g}" y="{y + LINE * tick:g}">{tick * TICK_S:.1f} s</text>' for tick in range(ticks + 1))
+    yield "".join(
+        f'<text x="{right:g}" y="{y + LINE * tick:g}">{tick * TICK_S:.1f} s</text>' for tick in range(ticks + 1)
+    )
     yield "</g></g>"
 
 

@@ -45,7 +45,9 @@ def main() -> None:
     parser.add_argument("--dtype", default="float32", help="of the target")
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--draw", action="store_true", help="draw the kept result again")
-    parser.add_argument("--check", action="store_true", help="only check that the pictures are those of the kept result")
+    parser.add_argument(
+        "--check", action="store_true", help="only check that the pictures are those of the kept result"
+    )
     args = parser.parse_args()
     if not (args.draw or args.check):
         timeline = measure(args.target, args.draft, args.dtype, args.tokens)
@@ -127,7 +129,9 @@ def draw(document: dict[str, Any], theme: Mapping[str, str]) -> str:
     body = [
         svg.text(16, 30, result, size=15.5, bold=True),
         svg.text(16, 55, f"{names[0]} ({document['dtype']}), with {names[1]} as its draft model.", "dim"),
-        svg.text(16, 75, f"{svg.describe_cpu(document['provenance'])}; one core for each model. One prompt, one run.", "dim"),
+        svg.text(
+            16, 75, f"{svg.describe_cpu(document['provenance'])}; one core for each model. One prompt, one run.", "dim"
+        ),
         *legend(104),
     ]
     bottom = TOP + LANE * len(ends_s) - 14
@@ -136,7 +140,9 @@ def draw(document: dict[str, Any], theme: Mapping[str, str]) -> str:
         x = LEFT + scale * second
         body.append(svg.line(f"M{x:.1f} {bottom}v5", "plain", width=1))
         body.append(svg.text(round(x, 1), bottom + 20, f"{second} s", "dim", anchor="middle"))
-    body.append(svg.text(16, height - 12, "Time begins with the first token. All three answers came from the same vLLM.", "dim"))
+    body.append(
+        svg.text(16, height - 12, "Time begins with the first token. All three answers came from the same vLLM.", "dim")
+    )
     for index, (heading, lane) in enumerate(zip(HEADINGS, timeline.targets, strict=True)):
         body += draw_lane(TOP + LANE * index, heading, lane, timeline.drafts, scale, num_tokens)
     return svg.document(f"The same prompt three times. {result}.", height, body, theme)
@@ -144,7 +150,11 @@ def draw(document: dict[str, Any], theme: Mapping[str, str]) -> str:
 
 def legend(y: float) -> Iterator[str]:
     """What the colors mean."""
-    for x, name, words in ((16, "target", "target model is busy"), (206, "draft", "draft model is busy"), (392, "paper edge", "waiting")):
+    for x, name, words in (
+        (16, "target", "target model is busy"),
+        (206, "draft", "draft model is busy"),
+        (392, "paper edge", "waiting"),
+    ):
         yield svg.rect(x, y - 12, 16, 14, name, radius=2)
         yield svg.text(x + 23, y, words)
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
-from benchmarks.drawing import svg
+from benchmarks.drawing import svg  # noqa: E402
 
 PICTURES = {theme: ROOT / "docs" / "img" / f"architecture-{theme}.svg" for theme in svg.THEMES}
 TITLE = "The draft model works in a service of its own, beside vLLM"

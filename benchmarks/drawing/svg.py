@@ -29,9 +29,9 @@ LIGHT = {
     "draft": "#d07a1a",
     "on-draft": "#1f2933",
     "plain": "#8794a1",
-    "slow": "#f6dfa4",
-    "wrong": "#f5c3bd",
-    "dead": "#c3cad1",
+    "slow": "#faebc4",
+    "wrong": "#fadbd7",
+    "dead": "#dde2e7",
 }
 DARK = {
     "paper": "#0d1117",
@@ -58,7 +58,9 @@ MODELS = {
 }
 
 
-def document(title: str, height: float, body: Iterable[str], theme: Mapping[str, str] | None = None, css: str = "") -> str:
+def document(
+    title: str, height: float, body: Iterable[str], theme: Mapping[str, str] | None = None, css: str = ""
+) -> str:
     """Return a picture; without a theme it has both and follows the reader's preference.
 
     It has a background of its own, so that it can be read on any page. `css` is added to its style sheet.
@@ -85,7 +87,9 @@ def _classes(theme: Mapping[str, str]) -> str:
     return f"{fills}\n{strokes}\n.edge {{ stroke: {theme['line']} }}"
 
 
-def text(x: float, y: float, words: str, name: str = "ink", *, size: float = 14, bold: bool = False, anchor: str = "") -> str:
+def text(
+    x: float, y: float, words: str, name: str = "ink", *, size: float = 14, bold: bool = False, anchor: str = ""
+) -> str:
     """One line of text in the color `name`; `anchor` is where `x` is: at its start, `middle` or `end`."""
     if size < MIN_FONT:
         raise ValueError(f"{words!r} is too small to read: {size} px")
