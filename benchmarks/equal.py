@@ -62,8 +62,8 @@ def picture() -> str:
     scale = BAR / max(high for _, _, high in rows.values())
     height = TOP + ROW * len(rows) + 62
     assert scenario.target_cores == scenario.draft_cores, "the title says that all share the same cores"
-    title = f"On {_number(len(scenario.target_cores))} CPU cores: SpecBranch {rows[OWN][0]:.1f} tokens/s, vLLM alone {rows[BARE][0]:.1f}"
-    models = f"{svg.MODELS[scenario.target]}; draft model {svg.MODELS[scenario.draft]}. One request at a time."
+    title = f"On {svg.number(len(scenario.target_cores))} CPU cores: SpecBranch {rows[OWN][0]:.1f} tokens/s, vLLM alone {rows[BARE][0]:.1f}"
+    models = f"{svg.model_name(scenario.target)}; draft model {svg.model_name(scenario.draft)}. One request at a time."
     lines = [
         svg.text(16, 32, title, size=17, bold=True),
         svg.text(16, 54, models, "dim"),
@@ -100,10 +100,6 @@ def _notes(answers: dict[str, list[Record]]) -> tuple[str, str]:
         f"after {first} s in each.",
         "Ranges: 95 % of resamples of the prompts.",
     )
-
-
-def _number(count: int) -> str:
-    return {1: "one", 2: "two", 4: "four"}[count]
 
 
 def words() -> str:

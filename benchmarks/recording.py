@@ -93,7 +93,7 @@ def draw(document: dict[str, Any]) -> str:
     )
     if film.pace > 1:
         note += f" {film.pace:.1f} s of the run, on both sides."
-    target, draft = (svg.MODELS[document["models"][side]] for side in ("target", "draft"))
+    target, draft = (svg.model_name(document["models"][side]) for side in ("target", "draft"))
     body = [
         svg.text(16, 30, result, size=15.5, bold=True),
         svg.text(16, 54, f"{target}; draft model {draft}.", "dim"),
@@ -108,7 +108,7 @@ def draw(document: dict[str, Any]) -> str:
 def cores(document: dict[str, Any]) -> str:
     """The number of cores that both had, as the kept line of the run without drafts names them."""
     named = document["lines"][-1].partition("cores ")[2].partition(" ")[0].split(",")
-    return {1: "one", 2: "two", 4: "four"}[len(named)]
+    return svg.number(len(named))
 
 
 def style(lanes: dict[str, list[Piece]], film: Film) -> str:

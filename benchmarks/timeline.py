@@ -123,7 +123,7 @@ def draw(document: dict[str, Any], theme: Mapping[str, str]) -> str:
     num_tokens = 1 + len(timeline.targets[0].steps)  # without drafts each later token is a step
     ends_s = [lane.steps[-1].end_s - lane.steps[0].start_s for lane in timeline.targets]
     scale = (RIGHT - LEFT) / max(ends_s)
-    names = svg.MODELS[document["target"]], svg.MODELS[document["draft"]]
+    names = svg.model_name(document["target"]), svg.model_name(document["draft"])
     height = TOP + LANE * len(ends_s) + 42
     result = f"{num_tokens} tokens: {ends_s[0]:.0f} s without drafts, {ends_s[1]:.0f} s taking turns, {ends_s[2]:.0f} s with SpecBranch"
     body = [

@@ -165,3 +165,13 @@ def test_the_replay_is_in_true_color_and_small() -> None:
 
     assert picture[25] in (2, 6), "a palette loses the colors that the legend names"  # the color type of the PNG
     assert len(picture) < _MAX_REPLAY
+
+
+def test_machines_and_models_are_named_as_people_know_them() -> None:
+    sets = ["avx2", "avx512f", "amx_tile"]
+    ours = {"cpu": "Intel(R) Xeon(R) Processor @ 2.50GHz", "instruction_sets": sets[:2]}
+
+    assert svg.describe_cpu(ours) == "Intel Xeon 2.5 GHz, AVX-512, no AMX"
+    assert svg.describe_cpu({"cpu": "AMD EPYC 9654 CPU", "instruction_sets": sets}) == "AMD EPYC 9654, AVX-512, AMX"
+    assert svg.model_name("qwen-coder-1.5b-dense") == "Qwen2.5-Coder-1.5B"
+    assert svg.model_name("models/mine") == "mine"

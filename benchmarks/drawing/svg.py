@@ -5,6 +5,7 @@ Pictures are drawn 700 pixels wide, as GitHub shows a README, so a font size her
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Iterable, Mapping
 from html import escape
@@ -119,10 +120,23 @@ def write_or_check(pictures: Mapping[Path, str], is_check: bool) -> None:
     print(*(f"{path.name}: {len(drawn)} bytes" for path, drawn in pictures.items()), sep="\n")
 
 
+def model_name(directory: str) -> str:
+    """Return what people call a model whose directory a result file names."""
+    return MODELS.get(directory, directory.rstrip("/").rpartition("/")[2])
+
+
+def number(count: int) -> str:
+    """Return a small number as a word."""
+    return {1: "one", 2: "two", 3: "three", 4: "four"}.get(count, str(count))
+
+
 def describe_cpu(provenance: Mapping[str, Any]) -> str:
     """Return what a result file says of its processor, such as "Intel Xeon 2.5 GHz, AVX-512, no AMX"."""
-    name, _, clock = str(provenance["cpu"]).partition(" Processor @ ")
+    name = re.sub(r"\((R|TM)\)| Processor| CPU", "", str(provenance["cpu"]))
+    clocked = re.fullmatch(r"(.+) @ ([\d.]+)GHz", name)
+    if clocked:
+        name = f"{clocked[1].strip()} {float(clocked[2]):g} GHz"
     sets = provenance["instruction_sets"]
     vectors = "AVX-512" if "avx512f" in sets else "no AVX-512"
     matrices = "AMX" if any(one.startswith("amx") for one in sets) else "no AMX"
-    return f"{name.replace('(R)', '')} {float(clock.removesuffix('GHz')):g} GHz, {vectors}, {matrices}"
+    return f"{name}, {vectors}, {matrices}"
