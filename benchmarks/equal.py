@@ -1,7 +1,8 @@
 #!/usr/bin/env python
-"""The two things that `specbranch bench run benchmarks/equal.toml` does not do itself.
+"""The things that `specbranch bench run benchmarks/equal.toml` does not do itself.
 
 benchmarks/equal.py draw     # README's bars, from equal.jsonl
+benchmarks/equal.py check    # are the kept bars those of equal.jsonl?
 benchmarks/equal.py words    # README's sentences on them
 """
 
@@ -9,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import random
+import sys
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,20 +19,22 @@ from specbranch.bench.results import Record, read_results
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
+sys.path.insert(0, str(ROOT))
+from benchmarks.drawing import svg
+
 RESULT = HERE / "equal.jsonl"
 FIGURE = ROOT / "docs" / "img" / "equal.svg"
 # How README calls the methods, from the slowest kind to ours.
 NAMES = {
     "bare": "vLLM alone",
-    "suffix": "vLLM with suffix",
+    "suffix": "vLLM, suffix decoding",
     "text": "SpecBranch, no draft model",
     "budget": "SpecBranch, draft model",
 }
 BARE, PEER, TEXT, OWN = NAMES
 RESAMPLES = 1000
-WIDTH, MARGIN, LEFT, BAR, TOP, ROW = 860, 18, 230, 430, 62, 34  # pixels
-GREY, BLUE, GREEN, INK, DIM = "#9aa5b1", "#457b9d", "#0b7a75", "#1f2933", "#52606d"
-COLORS = {BARE: GREY, PEER: BLUE, TEXT: GREEN, OWN: GREEN}
+LEFT, BAR, TOP, ROW = 248, 296, 126, 40  # pixels
+COLORS = {BARE: "plain", PEER: "plain", TEXT: "target", OWN: "target"}
 
 Prompt = tuple[str, int]  # task, number
 
@@ -38,7 +42,8 @@ Prompt = tuple[str, int]  # task, number
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(required=True)
-    commands.add_parser("draw").set_defaults(run=lambda: FIGURE.write_text(picture()))
+    commands.add_parser("draw").set_defaults(run=lambda: svg.write_or_check({FIGURE: picture()}, is_check=False))
+    commands.add_parser("check").set_defaults(run=lambda: svg.write_or_check({FIGURE: picture()}, is_check=True))
     commands.add_parser("words").set_defaults(run=lambda: print(words()))
     parser.parse_args().run()
 
@@ -51,33 +56,50 @@ def lanes() -> dict[str, list[Record]]:
 
 def picture() -> str:
     """Return README's bars: tokens per second over all prompts, with the spread of resampled prompts."""
-    rows = {name: (rate(own), *spread(own), first_s(own)) for name, own in lanes().items()}
-    scale = BAR / max(high for _, _, high, _ in rows.values())
-    height = TOP + ROW * len(rows) + 44
+    results = read_results(RESULT)
+    scenario, answers = results.scenario, lanes()
+    rows = {name: (rate(own), *spread(own)) for name, own in answers.items()}
+    scale = BAR / max(high for _, _, high in rows.values())
+    height = TOP + ROW * len(rows) + 62
+    assert scenario.target_cores == scenario.draft_cores, "the title says that all share the same cores"
+    title = f"On {svg.number(len(scenario.target_cores))} CPU cores: SpecBranch {rows[OWN][0]:.1f} tokens/s, vLLM alone {rows[BARE][0]:.1f}"
+    models = f"{svg.model_name(scenario.target)}; draft model {svg.model_name(scenario.draft)}. One request at a time."
     lines = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" height="{height}"'
-        ' font-family="system-ui, -apple-system, Segoe UI, Helvetica, Arial, sans-serif" font-size="15">',
-        "<title>Tokens per second of four ways to use the same two CPU cores</title>",
-        f'<rect width="{WIDTH}" height="{height}" rx="8" fill="#ffffff"/>',
-        f'<text x="{MARGIN}" y="26" fill="{INK}" font-weight="bold">Qwen2.5-Coder-1.5B (int8) on two CPU cores, one request at a '
-        "time</text>",
-        f'<text x="{LEFT}" y="50" fill="{DIM}">tokens per second</text>',
-        f'<text x="{WIDTH - MARGIN}" y="50" fill="{DIM}" text-anchor="end">first token after</text>',
+        svg.text(16, 32, title, size=17, bold=True),
+        svg.text(16, 54, models, "dim"),
+        svg.text(16, 74, f"{svg.describe_cpu(results.provenance)}; all ways use the same two cores.", "dim"),
+        svg.text(LEFT, TOP - 14, "tokens per second (95 % range)", "dim"),
     ]
-    for index, (name, (speed, low, high, first)) in enumerate(rows.items()):
-        y = TOP + ROW * index
-        weight = ' font-weight="bold"' if name in (TEXT, OWN) else ""
+    for index, (name, (speed, low, high)) in enumerate(rows.items()):
+        y, is_ours = TOP + ROW * index, name in (TEXT, OWN)
         ends = LEFT + scale * low, LEFT + scale * high
         lines += [
-            f'<text x="{LEFT - 12}" y="{y + 21}" text-anchor="end" fill="{INK}"{weight}>{NAMES[name]}</text>',
-            f'<rect x="{LEFT}" y="{y + 4}" width="{scale * speed:.1f}" height="{ROW - 10}" rx="2" fill="{COLORS[name]}"/>',
-            f'<path d="M{ends[0]:.1f} {y + 16}H{ends[1]:.1f}M{ends[0]:.1f} {y + 12}v8M{ends[1]:.1f} {y + 12}v8"'
-            f' stroke="{INK}" stroke-width="1.4"/>',
-            f'<text x="{ends[1] + 10:.1f}" y="{y + 21}" fill="{INK}" font-weight="bold">{speed:.1f}</text>',
-            f'<text x="{WIDTH - MARGIN}" y="{y + 21}" fill="{INK}" text-anchor="end">{first:.1f} s</text>',
+            svg.text(LEFT - 10, y + 20, NAMES[name], anchor="end", bold=is_ours),
+            svg.rect(LEFT, y, scale * speed, ROW - 12, COLORS[name], radius=2),
+            svg.line(_whisker(*ends, y + (ROW - 12) / 2), "paper", width=5),
+            svg.line(_whisker(*ends, y + (ROW - 12) / 2), "ink", width=2),
+            svg.text(round(ends[1] + 10, 1), y + 20, f"{speed:.1f}", size=15, bold=True),
+            svg.text(round(ends[1] + 42, 1), y + 20, f"({low:.1f} to {high:.1f})", "dim"),
         ]
-    note = "From request to last token, over all prompts. Lines: 95 % of resamples of the prompts."
-    return "\n".join([*lines, f'<text x="{MARGIN}" y="{height - 16}" fill="{DIM}">{note}</text>', "</svg>\n"])
+    lines += [
+        svg.text(16, height - 40 + 20 * place, note, "dim", size=13) for place, note in enumerate(_notes(answers))
+    ]
+    return svg.document(title, height, lines)
+
+
+def _whisker(low: float, high: float, y: float) -> str:
+    return f"M{low:.1f} {y:g}H{high:.1f}M{low:.1f} {y - 6:g}v12M{high:.1f} {y - 6:g}v12"
+
+
+def _notes(answers: dict[str, list[Record]]) -> tuple[str, str]:
+    prompts = {(one["task"], one["prompt"]) for one in answers[OWN]}
+    firsts = sorted(first_s(own) for own in answers.values())
+    first = " to ".join(dict.fromkeys(f"{one:.1f}" for one in (firsts[0], firsts[-1])))
+    return (
+        f"{len(prompts)} prompts of {len({task for task, _ in prompts})} tasks, from request to last token. The first token comes "
+        f"after {first} s in each.",
+        "Ranges: 95 % of resamples of the prompts.",
+    )
 
 
 def words() -> str:

@@ -6,7 +6,8 @@ its steps are kept. Then three servers go through the same four hours step by st
 kept ones, and the real gate decides which steps have drafts. The same users wait at all three servers, so that more
 tokens in a minute are more speed.
 
-benchmarks/gate_trace.py --out FILE measures, writes docs/img/gate-trace.svg and prints a summary; `--draw` only draws.
+benchmarks/gate_trace.py --out FILE measures, writes docs/img/gate-trace.svg and prints a summary; `--draw` only draws,
+`--check` only compares the picture with what would be drawn.
 """
 
 from __future__ import annotations
@@ -16,14 +17,14 @@ import json
 import math
 import random
 import statistics
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from specbranch.core.costs import PairModel
-from specbranch.extensions import load_pyplot
 from specbranch.machine import provenance
 from specbranch.service.client.gate import Gate
 from specbranch.simulation.loop import Step, TargetStep
@@ -31,7 +32,10 @@ from specbranch.simulation.presets import ModelPair, make_trace
 from specbranch.simulation.simulate import Layout, method_for, simulate
 from specbranch.trace import Answer, Trace
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+from benchmarks.drawing import svg
+
 RESULT = ROOT / "benchmarks" / "gate-trace.json"
 PICTURE = ROOT / "docs" / "img" / "gate-trace.svg"
 MINUTES = 240
@@ -73,6 +77,10 @@ SCHEDULE: tuple[tuple[float, str, str], ...] = (
     (206.5, "good", "code"),
     (225, "wrong", "mixed"),
 )
+# The picture: what it calls the planners, and the states of the draft; pixels.
+HEADINGS = {"budget": "SpecBranch's own planner (budget)", "sps": "Drafts of a fixed length (sps)"}
+STATES = {"slow": "ten times slower", "wrong": "always wrong", "dead": "dead"}
+LEFT, RIGHT, TOP, PANEL, STEP = 58, 684, 112, 168, 258
 CLEAR = 0.03  # a way that wins by less is never called wrong
 CALM_S, CALM_SHARE = 30, 0.25  # decided: so long, at most that share of the steps goes the wrong way
 
@@ -109,12 +117,13 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--minutes", type=int, default=MINUTES)
     parser.add_argument("--draw", action="store_true", help="draw the kept result again")
+    parser.add_argument("--check", action="store_true", help="only check that the picture is that of the kept result")
     args = parser.parse_args()
-    if not args.draw:
+    if not (args.draw or args.check):
         document = {"provenance": provenance(), **measure(range(args.seeds), args.minutes)}
         args.out.write_text(json.dumps(document) + "\n")
     document = json.loads(args.out.read_text())
-    draw(args.picture, document)
+    svg.write_or_check({args.picture: draw(document)}, args.check)
     print(words(document))
 
 
@@ -359,48 +368,90 @@ def words(document: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def draw(path: Path, document: Mapping[str, Any]) -> None:
-    """The first seed: users above, speed over no drafts below, for each planner."""
-    pyplot = load_pyplot()
-    pyplot.rcParams["svg.hashsalt"] = "specbranch"
-    planners = document["planners"]
-    figure, (above, *others) = pyplot.subplots(
-        1 + len(planners),
-        1,
-        figsize=(12, 8),
-        height_ratios=[1, *[2] * len(planners)],
-        sharex=True,
-        layout="constrained",
-    )
-    users_by_minute = next(iter(planners.values()))["seeds"][0]["users"]
-    above.fill_between(range(document["minutes"]), users_by_minute, color="#8d99ae", lw=0)
-    above.set_ylabel("requests")
-    above.set_title(
-        "Four simulated hours: speed over decoding without drafts, by minute", loc="left", fontweight="bold"
-    )
-    for axis, (planner, found) in zip(others, planners.items(), strict=True):
-        draw_planner(axis, planner, found["seeds"][0], document)
-    others[0].legend(frameon=False, ncols=2, loc="upper right")
-    others[-1].set_xlabel("minute")
-    others[-1].set_xlim(0, document["minutes"])
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
-    pyplot.close(figure)
+def draw(document: Mapping[str, Any]) -> str:
+    """Each planner's speed over no drafts in the first seed, by minute, with the state of the draft behind it."""
+    own = next(iter(document["planners"].values()))["summary"]["gate"]
+    worst = f"{own['worst_minute']:.2f}"
+    title = f"SpecBranch's planner: even the worst minute has {worst} of plain speed"
+    num_panels = len(document["planners"])
+    height = TOP + STEP * num_panels + 70
+    body = [
+        svg.text(16, 30, title, size=15.5, bold=True),
+        svg.text(16, 54, "Speed with drafts over speed without, each minute of four hours of changing", "dim"),
+        svg.text(16, 74, "traffic. A switch turns drafts off where they do not help. Simulated step times.", "dim"),
+    ]
+    for index, (planner, found) in enumerate(document["planners"].items()):
+        body += draw_planner(TOP + STEP * index, planner, found, document)
+    body += draw_legend(height - 64, document["minutes"], len(next(iter(document["planners"].values()))["seeds"]))
+    return svg.document(f"{title}, in a simulation", height, body)
 
 
-def draw_planner(axis: Any, planner: str, run: Mapping[str, Any], document: Mapping[str, Any]) -> None:
-    colors = {"slow": "#f4a261", "wrong": "#d1495b", "dead": "#264653"}
-    ends = [*(change[0] for change in document["schedule"][1:]), document["minutes"]]
-    for (start, state, kind), end in zip(document["schedule"], ends, strict=True):
+def draw_planner(top: float, planner: str, found: Mapping[str, Any], document: Mapping[str, Any]) -> Iterator[str]:
+    """One planner: heading, what the colors are, bands of states, axes, and both curves."""
+    minutes, run = document["minutes"], found["seeds"][0]
+    ratios = [one for policy in ("gate", "always") for one in run[policy]["by_minute"] if one is not None]
+    highest = max(math.ceil(2 * max(ratios)) / 2, 1.5)
+    base, scale = top + 56 + PANEL, PANEL / highest
+    yield svg.text(16, top, HEADINGS[planner], size=15, bold=True)
+    yield from draw_key(top + 24, found["summary"])
+    ends = [*(change[0] for change in document["schedule"][1:]), minutes]
+    for (start, state, _), end in zip(document["schedule"], ends, strict=True):
         if state != "good":
-            axis.axvspan(start, end, color=colors[state], alpha=0.15, lw=0)
-        axis.text(start + 0.4, 0.02, f"{state}\n{kind}", fontsize=7, va="bottom", transform=axis.get_xaxis_transform())
-    for policy, color, name in (("always", "#d1495b", "always drafts"), ("gate", "#2a9d8f", "gate")):
-        speeds = [math.nan if one is None else one for one in run[policy]["by_minute"]]
-        axis.plot(range(document["minutes"]), speeds, color=color, label=name)
-    axis.axhline(1.0, color="black", lw=0.8)
-    axis.axhline(FLOOR, color="black", lw=0.8, ls=":")
-    axis.set_ylabel(f"speed, {planner}")
+            x = across(start, minutes)
+            yield svg.rect(x, top + 40, across(end, minutes) - x, base - top - 40, state)
+    for tick in range(math.floor(highest) + 1):
+        y = base - scale * tick
+        dots = "" if tick in (0, 1) else ' stroke-dasharray="2 4"'
+        yield svg.line(f"M{LEFT} {y:.1f}H{RIGHT}", "dim" if tick in (0, 1) else "plain", width=1, extra=dots)
+        yield svg.text(LEFT - 8, round(y + 5, 1), "same" if tick == 1 else f"{tick}x", "dim", anchor="end")
+    for policy, name, width in (("always", "bad", 1.6), ("gate", "target", 2.2)):
+        yield svg.line(
+            curve(run[policy]["by_minute"], minutes, base, scale), name, width=width, extra=' stroke-linejoin="round"'
+        )
+
+
+def draw_key(y: float, summary: Mapping[str, Mapping[str, float]]) -> Iterator[str]:
+    """What the two curves are, with their figures."""
+    for x, policy, name, words_ in (
+        (16, "gate", "target", "with the switch"),
+        (366, "always", "bad", "always drafting"),
+    ):
+        one = summary[policy]
+        yield svg.line(f"M{x} {y - 5}h20", name, width=4)
+        yield svg.text(x + 28, y, f"{words_}: {one['ratio']:.2f}x, worst {one['worst_minute']:.2f}x")
+
+
+def draw_legend(y: float, minutes: int, num_runs: int) -> Iterator[str]:
+    """The hours below the last panel, and what the bands mean."""
+    for hour in range(minutes // 60 + 1):
+        anchor = "end" if 60 * hour == minutes else "middle"
+        yield svg.text(round(across(60 * hour, minutes), 1), y - 16, f"{hour} h", "dim", anchor=anchor)
+    yield svg.text(16, y + 20, "Draft model:", "dim")
+    x = 116.0
+    for state, words_ in STATES.items():
+        yield svg.rect(x, y + 8, 16, 14, f"{state} edge", radius=2)
+        yield svg.text(x + 23, y + 20, words_, "dim")
+        x += 42 + 8.3 * len(words_)
+    yield svg.rect(x, y + 8, 16, 14, "paper edge", radius=2)
+    yield svg.text(round(x + 23, 1), y + 20, "good", "dim")
+    yield svg.text(
+        16, y + 46, f"Curves: one of {num_runs} simulated runs. Figures: all of them. Gaps: no requests.", "dim"
+    )
+
+
+def across(minute: float, minutes: int) -> float:
+    """Where a minute stands."""
+    return LEFT + (RIGHT - LEFT) * minute / minutes
+
+
+def curve(ratios: Sequence[float | None], minutes: int, base: float, scale: float) -> str:
+    """The path of a curve, with gaps where there is no ratio."""
+    path, is_drawing = "", False
+    for minute, ratio in enumerate(ratios):
+        if ratio is not None:
+            path += f"{'L' if is_drawing else 'M'}{across(minute + 0.5, minutes):.0f} {base - scale * ratio:.1f}"
+        is_drawing = ratio is not None
+    return path
 
 
 if __name__ == "__main__":
