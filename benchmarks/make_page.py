@@ -118,7 +118,6 @@ RUNS = (
         "Every planner, four tasks",
         "Three prompts of each task, methods interleaved prompt by prompt. Our planners have two cores, one for the target and one "
         "for the draft; bare vLLM has one of them.",
-        "img/bench-planners-speed.svg",
     ),
     Run(
         "duel",

@@ -1,24 +1,20 @@
 #!/usr/bin/env python
-"""Write what the docs say of planners, from their classes: each planner with its settings in docs/reference.md, and the names that a
-planner may use in docs/extend.md. Each part stands between two comments of its page."""
+"""Write the planners into docs/reference.md, between two comments: what each does, whose idea it is, and its settings."""
 
 from __future__ import annotations
 
 import argparse
-import inspect
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from pathlib import Path
 
-from specbranch.core.node import Node
 from specbranch.core.planner import Settings, describe_setting
 from specbranch.core.planners import PLANNERS, settings_type
-from specbranch.core.round import Round
-from specbranch.core.tree import Tree
 
-DOCS = Path(__file__).resolve().parents[1] / "docs"
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "reference.md"
+BEGIN, END = "<!-- planners: made by scripts/planners.py -->", "<!-- end of planners -->"
 
 
 @dataclass(frozen=True)
@@ -108,39 +104,6 @@ def rows(settings: type[Settings]) -> Iterator[str]:
         yield f"| `{field.name}` | {default} | {describe_setting(settings, field.name)} | {meaning} |"
 
 
-# What planners may ask of these classes.
-ASKED = {
-    Round: ("is_hit", "is_waiting", "tree", "costs"),
-    Tree: ("root", "end", "chain", "children", "next_unrun", "path_prob"),
-    Node: ("token", "position", "parent", "children", "distribution"),
-}
-SAID = {  # of fields, which have no docstrings
-    "tree": "The drafted tokens that may follow the last committed token.",
-    "costs": "What was learned of both models: step times, and how often the draft model is right.",
-    "is_hit": "Whether the draft model had computed its distribution after the target's own token before the verification ended.",
-    "root": "The last committed token.",
-    "token": "Its token id.",
-    "position": "Its index in the whole sequence, prompt included.",
-    "parent": "The node before it.",
-    "children": "The tokens that were drawn after it, most likely first.",
-    "distribution": "The draft model's distribution of the token after it; None until the node was run.",
-}
-
-
-def asked() -> Iterator[str]:
-    """Yield a row of a table for each name that planners may use."""
-    for owner, names in ASKED.items():
-        for name in names:
-            found = inspect.getattr_static(owner, name, None)
-            said, call = SAID.get(name, ""), ""
-            if isinstance(found, property):
-                said = found.__doc__ or ""
-            elif inspect.isfunction(found):
-                said = found.__doc__ or ""
-                call = f"({', '.join(list(inspect.signature(found).parameters)[1:])})"
-            yield f"| `{owner.__name__.lower()}.{name}{call}` | {' '.join(said.split())} |"
-
-
 def planners() -> str:
     """Return the part of the reference: every planner with its settings."""
     lines: list[str] = []
@@ -152,38 +115,23 @@ def planners() -> str:
     return "\n".join(lines[1:])
 
 
-def names() -> str:
-    """Return the table of the names that a planner may use."""
-    return "\n".join(["| name | meaning |", "|---|---|", *asked()])
-
-
-# By page: the comments before and after the part, and what makes it.
-PARTS: Mapping[str, tuple[str, str, Callable[[], str]]] = {
-    "reference.md": ("<!-- planners: made by scripts/planners.py -->", "<!-- end of planners -->", planners),
-    "extend.md": ("<!-- names: made by scripts/planners.py -->", "<!-- end of names -->", names),
-}
-
-
-def renewed(page: str) -> str:
-    """Return the text of a page with its part made anew; exit if the page lacks the comments around it."""
-    begin, end, make = PARTS[page]
-    text = (DOCS / page).read_text()
-    if begin not in text or end not in text:
-        sys.exit(f"docs/{page} lacks the lines {begin} and {end}")
-    return f"{text.partition(begin)[0]}{begin}\n\n{make()}\n\n{end}{text.partition(end)[2]}"
+def renewed(text: str) -> str:
+    """Return the text of the page with its part made anew; exit if the page lacks the comments around it."""
+    if BEGIN not in text or END not in text:
+        sys.exit(f"{PAGE.name} lacks the lines {BEGIN} and {END}")
+    return f"{text.partition(BEGIN)[0]}{BEGIN}\n\n{planners()}\n\n{END}{text.partition(END)[2]}"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument(
-        "--check", action="store_true", help="write nothing; fail if a page is not as it would be written"
+        "--check", action="store_true", help="write nothing; fail if the page is not as it would be written"
     )
-    is_check = parser.parse_args().check
-    for page in PARTS:
-        if not is_check:
-            (DOCS / page).write_text(renewed(page))
-        elif (DOCS / page).read_text() != renewed(page):
-            sys.exit(f"docs/{page} is not what scripts/planners.py writes; run it")
+    text = PAGE.read_text()
+    if not parser.parse_args().check:
+        PAGE.write_text(renewed(text))
+    elif text != renewed(text):
+        sys.exit("docs/reference.md is not what scripts/planners.py writes; run it")
 
 
 if __name__ == "__main__":

@@ -14,6 +14,9 @@ from pathlib import Path
 
 import pytest
 
+from specbranch.core.node import Node
+from specbranch.core.round import Round
+from specbranch.core.tree import Tree
 from specbranch.extensions import TORCH_CPU_INDEX
 from specbranch.machine import commit_note
 from tests.root import ROOT
@@ -370,6 +373,15 @@ def test_every_extra_that_a_page_names_exists_and_none_is_for_both_kinds_of_vllm
 
         assert extras <= known.keys(), found
         assert not {"vllm", "cpu"} <= extras, found
+
+
+@pytest.mark.parametrize("owner", [Round, Tree, Node], ids=lambda owner: owner.__name__)
+def test_every_name_that_a_planner_may_use_exists(owner: type) -> None:
+    text = (ROOT / "docs" / "extend.md").read_text()
+    named = set(re.findall(rf"`{owner.__name__.lower()}\.(\w+)", text))
+
+    assert len(named) >= 4
+    assert named <= {*dir(owner), *getattr(owner, "__annotations__", ())}
 
 
 @pytest.mark.parametrize("script", ["scripts/planners.py", "studies/10-paper/page.py", "studies/12-families/run.py"])

@@ -16,9 +16,7 @@ from benchmarks.drawing import svg
 from tests.root import ROOT
 
 FOLDER = ROOT / "docs" / "img"
-# `specbranch bench report` draws this one with matplotlib; its letters are outlines.
-OF_A_REPORT = "bench-planners-speed.svg"
-PICTURES = sorted(path for path in FOLDER.glob("*.svg") if path.name != OF_A_REPORT)
+PICTURES = sorted(FOLDER.glob("*.svg"))
 CHECKS = {
     "architecture-light.svg": ("scripts/architecture.py", "--check"),
     "architecture-dark.svg": ("scripts/architecture.py", "--check"),

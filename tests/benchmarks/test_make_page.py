@@ -22,7 +22,7 @@ RUNS = [path for path in (ROOT / "benchmarks").glob("*.jsonl") if '"scenario":' 
 
 def section_on(path: Path) -> str:
     """Return the section with the table of a result file."""
-    link = f"[`{path.relative_to(ROOT)}`](../{path.relative_to(ROOT)}), "
+    link = f"[`{path.relative_to(ROOT)}`](../../{path.relative_to(ROOT)}), "
     (found,) = [section for section in SECTIONS if link in section]
     return found
 
