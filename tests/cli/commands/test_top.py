@@ -24,8 +24,8 @@ from typer.testing import CliRunner, Result
 
 from specbranch.cli import app
 from specbranch.cli.commands.inspect import describe_lines
-from specbranch.cli.commands.top import count, duration, memory, view_as_json, view_as_line, view_as_screen
-from specbranch.cli.readings import Measure, StatsReading, from_metrics, from_overview, top_rows
+from specbranch.cli.commands.top import duration, memory, view_as_json, view_as_line, view_as_screen
+from specbranch.cli.readings import Measure, StatsReading, count, from_metrics, from_overview, top_rows
 from specbranch.core.round import Stats
 from specbranch.plugins.vllm.metrics import Collector
 from specbranch.plugins.vllm.stats_file import RUN, PublishedStats, open_stats_file
