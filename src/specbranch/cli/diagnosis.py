@@ -191,7 +191,9 @@ def _why_no_tokens(now: StatsReading) -> str:
 
 def _why_unknown(now: StatsReading) -> str:
     if _has_only_text(now):
-        return f"{count(now.text_tokens, 'token')} drafted from the text, without a draft model; no gate measures the gain."
+        return (
+            f"{count(now.text_tokens, 'token')} drafted from the text, with no draft model; no gate measures the gain."
+        )
     rounds = now.stats.rounds
     if rounds < _MIN_VERIFICATIONS:
         return (

@@ -27,8 +27,9 @@ from specbranch.machine import commit_note
 _COLUMNS = ("method", "n", "tok/s", "speed", "range", "core", "emit", "hits", "lost", "hook", "same")
 _LEGEND = (
     f"n: trials; speed: tokens/s relative to vLLM without drafts; range: 95 % of resamples of the prompts, {NO_RANGE} "
-    "below three trials; core: speed for each CPU core that the method uses; emit: tokens per round; hits: verification "
-    "results with a prepared branch; lost: discarded draft tokens per emitted token; hook: ms of the proposer's call.",
+    "below three trials; core: speed for each CPU core that the method uses; emit: tokens per round; hits: "
+    "verification results with a prepared branch; lost: discarded draft tokens per emitted token; hook: ms of "
+    "the proposer's call.",
     SAME,
 )
 

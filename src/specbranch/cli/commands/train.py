@@ -108,9 +108,7 @@ def fit_command(
     out: Annotated[Path, typer.Option(metavar="DIR", help="Directory for the predictor.", show_default=False)],
     window: Annotated[
         int,
-        typer.Option(
-            metavar="N", help="Draft tokens to predict ahead: the draft length (--gamma) when it is served.", min=1
-        ),
+        typer.Option(metavar="N", help="Draft tokens to predict ahead: the --gamma that is used to serve.", min=1),
     ] = draft_length_limit("specbranch"),
     balance: Annotated[
         float,
