@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from specbranch.cli.diagnosis import KINDS
 from tests.root import ROOT
 
 DEPLOY = ROOT / "deploy"
@@ -28,7 +29,7 @@ def name(path: Path) -> str:
 
 def queries() -> list[str]:
     """The dashboard's queries, with values for Grafana's variables."""
-    found = [target["expr"] for panel in DASHBOARD["panels"] for target in panel["targets"]]
+    found = [target["expr"] for panel in DASHBOARD["panels"] for target in panel.get("targets", ())]
     return [query.replace("$__rate_interval", "5m").replace("$model", ".*") for query in found]
 
 
@@ -51,6 +52,17 @@ def test_the_dashboard_is_what_its_script_makes() -> None:
     made = runpy.run_path(str(DEPLOY / "monitoring" / "dashboard.py"))["dashboard"]()
 
     assert json.dumps(made, indent=1) + "\n" == (DEPLOY / "monitoring" / "dashboard.json").read_text()
+
+
+def test_the_dashboard_answers_in_the_words_of_the_commands() -> None:
+    panels = {panel["title"]: panel for panel in DASHBOARD["panels"]}
+    table = panels["Does it help?"]["options"]["content"].splitlines()
+
+    assert [line for line in table if line.startswith("| **")] == [
+        f"| **{kind.title}** | {kind.action} |" for kind in KINDS
+    ]
+    labels = {"acceptance rate", "mean acceptance length", "tokens per second with and without drafts"}
+    assert labels <= {title.lower() for title in panels}
 
 
 def test_the_dashboard_and_the_alerts_ask_for_metrics_that_there_are() -> None:

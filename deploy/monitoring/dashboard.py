@@ -1,5 +1,8 @@
 #!/usr/bin/env python
-"""Make the Grafana dashboard of our metrics: deploy/monitoring/dashboard.py writes dashboard.json beside itself."""
+"""Make the Grafana dashboard of our metrics: deploy/monitoring/dashboard.py writes dashboard.json beside itself.
+
+It needs specbranch to be installed, and takes the answers to "Does it help?" from there.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,8 @@ import argparse
 import json
 from pathlib import Path
 from typing import Any
+
+from specbranch.cli.diagnosis import KINDS
 
 OWN = '{model_name=~"$model"}'
 WINDOW = "[$__rate_interval]"
@@ -18,6 +23,7 @@ def per_second(metric: str, labels: str = "") -> str:
     return f"sum(rate({metric}{chosen}{WINDOW}))"
 
 
+SUBMITTED = f"({per_second('specbranch_submitted_tokens_sum')} - {per_second('specbranch_text_tokens_total')})"
 ROUNDS = f"({per_second('specbranch_hits_total')} + {per_second('specbranch_misses_total')})"
 # title, unit, what it means, then lines: legend and query
 PANELS: tuple[tuple[str, str, str, dict[str, str]], ...] = (
@@ -37,24 +43,36 @@ PANELS: tuple[tuple[str, str, str, dict[str, str]], ...] = (
         },
     ),
     (
-        "Hit rate",
+        "Acceptance rate",
         "percentunit",
-        "Verdicts that the draft had prepared for.",
-        {"hits": f"{per_second('specbranch_hits_total')} / {ROUNDS}"},
+        "Tokens of the draft model that the target accepted, of those that it verified.",
+        {"accepted": f"{per_second('specbranch_accepted_tokens_total')} / {SUBMITTED}"},
     ),
     (
-        "Tokens per round",
+        "Mean acceptance length",
         "short",
-        "Of one row: draft tokens submitted, draft tokens accepted.",
+        "Tokens that a verification yields, the target's own token included; and how many it could yield.",
         {
-            "submitted": f"{per_second('specbranch_submitted_tokens_sum')} / {per_second('specbranch_submitted_tokens_count')}",
-            "accepted": f"{per_second('specbranch_accepted_tokens_total')} / {ROUNDS}",
+            "accepted": f"1 + {per_second('specbranch_accepted_tokens_total')} / {ROUNDS}",
+            "if all were accepted": f"1 + {SUBMITTED} / {ROUNDS}",
         },
     ),
     (
-        "Rolled back per emitted token",
+        "Tokens per second with and without drafts",
         "short",
-        "Drafted tokens that a verdict made useless, by cause.",
+        "What the gate measured last, by requests in a step, as a mean over engines; the faster way is used.",
+        {"{{rows}} in a step, {{way}}": f"avg by (rows, way) (specbranch_gate_tokens_per_second{OWN})"},
+    ),
+    (
+        "Prepared verification results",
+        "percentunit",
+        "Verification results for which a draft branch was ready.",
+        {"prepared": f"{per_second('specbranch_hits_total')} / {ROUNDS}"},
+    ),
+    (
+        "Discarded draft tokens per emitted token",
+        "short",
+        "Drafted tokens that a verification result made useless, by cause.",
         {
             "{{cause}}": f"sum by (cause) (rate(specbranch_rolled_back_tokens_total{OWN}{WINDOW}))"
             f" / ignoring(cause) group_left sum(rate(vllm:generation_tokens_total{OWN}{WINDOW}))"
@@ -85,10 +103,26 @@ PANELS: tuple[tuple[str, str, str, dict[str, str]], ...] = (
 )
 
 
+def answers() -> dict[str, Any]:
+    """The text panel that explains each answer to "Does it help?" as `specbranch top` gives it."""
+    rows = "\n".join(f"| **{kind.title}** | {kind.action} |" for kind in KINDS)
+    content = (
+        "`specbranch top http://HOST:PORT` and `specbranch doctor --server http://HOST:PORT` say which of these hold "
+        f"now, with figures.\n\n| Finding | What to do |\n|---|---|\n{rows}\n"
+    )
+    return {
+        "id": len(PANELS) + 1,
+        "title": "Does it help?",
+        "type": "text",
+        "gridPos": {"h": 13, "w": 24, "x": 0, "y": 8 * ((len(PANELS) + 1) // 2)},
+        "options": {"mode": "markdown", "content": content},
+    }
+
+
 def dashboard() -> dict[str, Any]:
     """The dashboard as Grafana imports it."""
     source = {"type": "prometheus", "uid": "prometheus"}
-    panels = [
+    panels: list[dict[str, Any]] = [
         {
             "id": index + 1,
             "title": title,
@@ -125,7 +159,7 @@ def dashboard() -> dict[str, Any]:
         "time": {"from": "now-30m", "to": "now"},
         "tags": ["vllm", "speculative decoding"],
         "templating": {"list": [model]},
-        "panels": panels,
+        "panels": [*panels, answers()],
     }
 
 

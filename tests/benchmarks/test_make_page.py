@@ -60,7 +60,7 @@ def test_a_section_has_the_notes_that_its_file_asks_for(path: Path) -> None:
 
 def test_the_list_of_files_without_a_clean_commit_is_complete() -> None:
     (section,) = [section for section in SECTIONS if section.startswith("Result files without a clean commit")]
-    listed = re.findall(r"\(\.\./([^)]+)\)", section)
+    listed = re.findall(r"\(\.\./\.\./([^)]+)\)", section)
 
     assert listed == [str(path.relative_to(ROOT)) for path in RESULTS if note_of(path)]
     assert "benchmarks/weak.jsonl" in listed

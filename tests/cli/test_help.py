@@ -34,7 +34,7 @@ def test_commands_are_in_the_order_of_their_use() -> None:
     listed = re.findall(r"^│ ([a-z]+) ", help_of(), re.MULTILINE)
 
     assert [name for name in listed if name in ORDER] == ORDER
-    assert [f"─ {panel} ─" in help_of() for panel in ("Use", "Judge", "Study", "Operate")] == [True] * 4
+    assert [f"─ {panel} ─" in help_of() for panel in ("Use", "Evaluate", "Study", "Operate")] == [True] * 4
 
 
 @pytest.mark.parametrize("words", [[], ["bench"], ["train"]], ids=["specbranch", "bench", "train"])
@@ -59,7 +59,8 @@ def test_help_begins_with_a_sentence_and_ends_with_an_example(words: list[str]) 
 def test_help_uses_the_words_of_the_field(words: list[str]) -> None:
     text = plain(help_of(*words)).lower()
 
-    for word in ("law", "submission", "gone on with", "dear", "stands", "places", "figures of", "what suits it"):
+    old = ("law", "submission", "gone on with", "dear", "stands", "places", "figures of", "what suits it")
+    for word in (*old, "verdicts?", "bare vllm", "texts", "pays?", "longest", "most requests", "most tokens"):
         assert not re.search(rf"\b{word}\b", text), word
 
 
@@ -75,12 +76,20 @@ def test_timeline_names_the_commands_that_write_its_file() -> None:
     assert "`serve`, `generate` or `draft` with --timeline" in plain(help_of("timeline"))
 
 
+@pytest.mark.parametrize("command", ["serve", "generate", "check", "simulate"])
+def test_the_draft_length_has_two_names_for_one_option(command: str) -> None:
+    text = plain(help_of(command))
+
+    assert " --gamma,--num-spec" in text
+    assert "Maximum draft length:" in text and "--num-speculative-tokens is the same." in text
+
+
 @pytest.mark.parametrize(
     ("command", "options"),
     [
         ("serve", ["--draft-dtype", "--predictor", "--target-cores", "--draft-cores", "--timeline", "--record"]),
         ("generate", ["--draft-dtype", "--predictor", "--target-cores", "--draft-cores", "--timeline", "--vllm-arg"]),
-        ("check", ["--draft-dtype", "--gamma", "--vllm-arg", "--num-prompts", "--num-tokens", "--num-samples"]),
+        ("check", ["--draft-dtype", "--vllm-arg", "--num-prompts", "--num-tokens", "--num-samples"]),
         ("plan", ["--draft-dtype", "--record", "--vllm-arg", "--prompts", "--num-prompts", "--max-tokens"]),
         ("draft", ["--timeline", "--record", "--dtype"]),
     ],

@@ -21,6 +21,7 @@ runner = CliRunner()
         ("--draft_device", "--draft-device"),
         ("--plannr=pearl", "--planner"),
         ("--gama", "--gamma"),
+        ("--num_speculative_token", "--num-speculative-tokens"),
         ("--deadline", "--deadline-ms"),
         ("--timelin", "--timeline"),
         ("--bear", "--bare"),

@@ -31,7 +31,7 @@ app = typer.Typer(
     epilog="`specbranch COMMAND --help` explains a command and ends with an example.",
 )
 
-_USE, _JUDGE, _STUDY, _OPERATE = "Use", "Judge", "Study", "Operate"
+_USE, _EVALUATE, _STUDY, _OPERATE = "Use", "Evaluate", "Study", "Operate"
 
 
 def _print_version(is_asked: bool) -> None:
@@ -57,8 +57,8 @@ for command, panel, line in (
     (serve, _USE, "specbranch serve TARGET --draft DRAFT --port 8000"),
     (generate, _USE, 'specbranch generate TARGET --draft DRAFT --prompt "Hello" --compare'),
     (quantize, _USE, "specbranch quantize TARGET ./target-int8"),
-    (plan, _JUDGE, "specbranch plan TARGET --draft DRAFT --prompts mine.jsonl"),
-    (check, _JUDGE, "specbranch check TARGET --draft DRAFT --quick"),
+    (plan, _EVALUATE, "specbranch plan TARGET --draft DRAFT --prompts mine.jsonl"),
+    (check, _EVALUATE, "specbranch check TARGET --draft DRAFT --quick"),
     (simulate, _STUDY, "specbranch simulate --acceptance 0.8 --c 6 --planners sps,pearl,budget"),
     (timeline, _STUDY, "specbranch timeline run.json --plot run.png"),
     (profile, _STUDY, "specbranch profile draft.gguf --cores 1 --rows 1,2,4,8"),
@@ -72,5 +72,5 @@ for command, panel, line in (
 ):
     settings = FLAGS_GO_THROUGH if command in (serve, generate, plan, check) else None
     app.command(rich_help_panel=panel, epilog=example(line), context_settings=settings)(command)
-app.add_typer(bench, name="bench", rich_help_panel=_JUDGE)
+app.add_typer(bench, name="bench", rich_help_panel=_EVALUATE)
 app.add_typer(train, name="train", rich_help_panel=_STUDY)

@@ -8,17 +8,20 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import Any
+from typing import Any, Literal
 
 import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, Task, TextColumn, TimeElapsedColumn
 from rich.text import Text
+
+State = Literal["ok", "fail", "skip"]
+STATE_STYLES: Mapping[State, str] = {"ok": "green", "fail": "bold red", "skip": "yellow"}
 
 _LINES = 10  # the most lines that a stage's progress takes without a terminal
 _AGAIN_S = 15.0  # after this time a stage that still runs is printed again

@@ -34,9 +34,7 @@ Model = Annotated[
         metavar="MODEL", help=f"Draft model, a GGUF file or a Transformers model: {_WHERE}.", show_default=False
     ),
 ]
-_DRAFT = typer.Option(
-    "--draft", metavar="MODEL", help="Draft model: named like TARGET, or a GGUF file.", show_default=False
-)
+_DRAFT = typer.Option("--draft", metavar="MODEL", help=f"Draft model: {_WHERE}, or a GGUF file.", show_default=False)
 Draft = Annotated[str, _DRAFT]
 OptionalDraft = Annotated[str | None, _DRAFT]
 
@@ -67,7 +65,7 @@ DraftAddress = Annotated[
         "--draft-address",
         metavar="ADDRESS",
         help="Use a draft service that runs already: ipc://PATH, or tcp://HOST:PORT with --draft-keys. Repeat it to "
-        "share the texts among several.",
+        "distribute the requests among several.",
     ),
 ]
 DraftKeys = Annotated[
@@ -113,13 +111,16 @@ Planner = Annotated[
     str,
     typer.Option("--planner", metavar="NAME", help=f"Method that decides what to draft: {', '.join(PLANNERS)}."),
 ]
+GAMMA = ("--gamma", "--num-speculative-tokens")
+GAMMA_HELP = (
+    "Maximum draft length: draft tokens that the target verifies in one step. --num-speculative-tokens is the same."
+)
 Gamma = Annotated[
     int | None,
     typer.Option(
-        "--gamma",
+        *GAMMA,
         metavar="N",
-        help=f"Most draft tokens that the target verifies at once. Default: the planner's own, "
-        f"{draft_length_limit(DEFAULT_PLANNER)} for {DEFAULT_PLANNER}.",
+        help=f"{GAMMA_HELP} Default: the planner's own, {draft_length_limit(DEFAULT_PLANNER)} for {DEFAULT_PLANNER}.",
         min=1,
     ),
 ]
@@ -141,7 +142,7 @@ Predictor = Annotated[
     ),
 ]
 DeadlineMs = Annotated[
-    float, typer.Option("--deadline-ms", metavar="MS", help="Longest time that a target step waits for drafts.", min=0)
+    float, typer.Option("--deadline-ms", metavar="MS", help="Maximum time that a target step waits for drafts.", min=0)
 ]
 VllmArg = Annotated[
     list[str] | None,
@@ -151,7 +152,7 @@ VllmArg = Annotated[
         help="Argument of vllm.LLM, such as max_model_len=1024; repeatable. vLLM's own flags do the same.",
     ),
 ]
-MaxTokens = Annotated[int, typer.Option("--max-tokens", metavar="N", help="Most tokens in one answer.", min=1)]
+MaxTokens = Annotated[int, typer.Option("--max-tokens", metavar="N", help="Maximum tokens in one answer.", min=1)]
 
 TimelineFile = Annotated[
     Path | None,
@@ -166,7 +167,7 @@ RecordFile = Annotated[
     typer.Option(
         "--record",
         metavar="FILE",
-        help="Write a trace of verdicts and draft distributions. `specbranch simulate --trace` reads it.",
+        help="Write a trace of verification results and draft distributions. `specbranch simulate --trace` reads it.",
     ),
 ]
 AsJson = Annotated[

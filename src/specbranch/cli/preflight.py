@@ -10,12 +10,13 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import typer
 
 from specbranch import machine
 from specbranch.cli.commands.draft import draft as draft_command
+from specbranch.cli.console import State
 from specbranch.engines.models import check_model_exists, weight_bytes
 from specbranch.engines.registry import check_device, check_engine, engine_for
 from specbranch.engines.vocabulary import VocabFingerprint, check_same_fingerprint, check_same_vocabulary
@@ -30,8 +31,6 @@ from specbranch.plugins.vllm.settings import ParallelLayout
 
 _GB = 1e9
 
-
-State = Literal["ok", "fail", "skip"]
 Check = Callable[[], str | None]
 
 

@@ -9,7 +9,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Protocol
 
@@ -36,20 +36,37 @@ _HINT = (
 )
 
 
+@dataclass(frozen=True, slots=True)
+class GateSpeeds:
+    """Tokens per second that the gate measured at one load, with drafts and without."""
+
+    drafts: float
+    plain: float
+
+    @property
+    def ratio(self) -> float:
+        """How many times as fast the server decodes with drafts."""
+        return self.drafts / self.plain
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StatsReading:
     """The report of a draft service or vLLM server at one moment: counters since its start, and current values.
 
     The counters are `stats`, `*_steps`, `draft_step_s`, `undrafted` (sequences that got no drafts) and `faults` (errors
     inside SpecBranch). `stats.wait_s` is the time that targets waited for drafts, and `target_steps` counts the steps
-    of targets that asked for drafts. A draft step takes `first_row_s` with one row, and `more_row_s` more for each
-    further row. None means not reported.
+    of targets that asked for drafts, of which `late_steps` got none in time and `unreachable_steps` reached no service.
+    `stats.submitted` counts tokens of the draft model, and `text_tokens` those of drafts from the text. A draft step
+    takes `first_row_s` with one row, and `more_row_s` more for each further row. None means not reported.
     """
 
     at_s: float
     model: str  # name of the draft or, from vLLM, of the target
     stats: Stats
     target_steps: int
+    late_steps: int = 0
+    unreachable_steps: int = 0
+    text_tokens: int = 0
     draft_steps: int | None = None
     draft_step_s: float | None = None
     undrafted: int = 0
@@ -66,6 +83,7 @@ class StatsReading:
     uptime_s: float | None = None
     states: Sequence[str] = ()  # of the engines of a vLLM server
     gate: Mapping[str, bool] = field(default_factory=dict)  # by rows in a step: whether all engines draft
+    speeds: Mapping[str, GateSpeeds] = field(default_factory=dict)  # by rows: of the engine that gains least
 
     def follows(self, earlier: StatsReading) -> bool:
         """Return whether this reading continues the earlier one: no counter has fallen, as all do in a new process."""
@@ -134,11 +152,16 @@ def _of_vllm(samples: Sequence[MetricSample], at_s: float) -> StatsReading:
             rows = printable(sample.labels.get("rows", ""))
             gate[rows] = gate.get(rows, True) and sample.value > 0
     cost = {sample.name.removeprefix(_OF_VLLM): sample.value for sample in samples}
+    stats = _stats(figures, rows="draft_rows", submitted="submitted_tokens_sum")
+    text_tokens = _count(figures, "text_tokens")
     return StatsReading(
         at_s=at_s,
         model=", ".join(models),
-        stats=_stats(figures, rows="draft_rows", submitted="submitted_tokens_sum"),
+        stats=replace(stats, submitted=max(stats.submitted - text_tokens, 0)),
         target_steps=_count(figures, "calls"),
+        late_steps=_count(figures, "timeouts") + _count(figures, "not_waited"),
+        unreachable_steps=_count(figures, "unreachable"),
+        text_tokens=text_tokens,
         undrafted=_undrafted(figures),
         faults=_count(figures, "faults"),
         sessions=_count(figures, "sessions"),
@@ -146,7 +169,26 @@ def _of_vllm(samples: Sequence[MetricSample], at_s: float) -> StatsReading:
         more_row_s=cost.get("draft_more_row_seconds"),
         states=[printable(states[engine]) for engine in sorted(states)],
         gate=gate,
+        speeds=_speeds(samples),
     )
+
+
+def _speeds(samples: Iterable[MetricSample]) -> dict[str, GateSpeeds]:
+    """Return what the gates of all engines measured, by rows in a step; of several engines, the one that gains least.
+
+    The gate of that engine is open only if the gates of all are.
+    """
+    measured: dict[tuple[str, str], dict[str, float]] = {}
+    for sample in samples:
+        if sample.name == f"{_OF_VLLM}gate_tokens_per_second":
+            rows, engine = printable(sample.labels.get("rows", "")), sample.labels.get("engine", "")
+            measured.setdefault((rows, engine), {})[sample.labels.get("way", "")] = sample.value
+    speeds: dict[str, GateSpeeds] = {}
+    for (rows, _), ways in measured.items():
+        if ways.get("plain") and "drafts" in ways:
+            found = GateSpeeds(ways["drafts"], ways["plain"])
+            speeds[rows] = min(found, speeds.get(rows, found), key=lambda one: one.ratio)
+    return speeds
 
 
 def _stats(figures: Mapping[str, float], rows: str, submitted: str) -> Stats:
@@ -216,6 +258,11 @@ class Measure:
     total: float | None
 
 
+def count(number: int, thing: str) -> str:
+    """Return a number with its noun, in the singular or plural."""
+    return f"{number:,} {thing}" if number == 1 else f"{number:,} {thing}s"
+
+
 def top_rows(now: StatsReading, earlier: StatsReading | None) -> list[Measure]:
     """Return the lines of `specbranch top` for `now`; without an `earlier` reading, `Measure.last` is None in each."""
     total = _whole(now)
@@ -266,15 +313,13 @@ class _TopRow:
 
 
 _VERDICTS = (
-    _TopRow("verdicts", "verdicts", "", lambda span: span.amount(span.stats.rounds)),
-    _TopRow("hit_rate", "hit rate", "%", lambda span: _ratio(span.stats.hits, span.stats.rounds)),
-    _TopRow("tokens_per_round", "tokens a round", "tokens", _tokens),
-    _TopRow(
-        "accepted_share", "accepted of submitted", "%", lambda span: _ratio(span.stats.accepted, span.stats.submitted)
-    ),
-    _TopRow("rejected", "rolled back: rejected", "", lambda span: span.amount(span.stats.rejected)),
-    _TopRow("unused", "rolled back: unused", "", lambda span: span.amount(span.stats.unused)),
-    _TopRow("cut", "rolled back: cut", "", lambda span: span.amount(span.stats.cut)),
+    _TopRow("verdicts", "verification results", "", lambda span: span.amount(span.stats.rounds)),
+    _TopRow("hit_rate", "prepared", "%", lambda span: _ratio(span.stats.hits, span.stats.rounds)),
+    _TopRow("tokens_per_round", "mean acceptance length", "tokens", _tokens),
+    _TopRow("accepted_share", "acceptance rate", "%", lambda span: _ratio(span.stats.accepted, span.stats.submitted)),
+    _TopRow("rejected", "discarded: rejected", "", lambda span: span.amount(span.stats.rejected)),
+    _TopRow("unused", "discarded: unused", "", lambda span: span.amount(span.stats.unused)),
+    _TopRow("cut", "discarded: cut", "", lambda span: span.amount(span.stats.cut)),
 )
 _STEPS = (
     _TopRow("draft_steps", "draft steps", "", lambda span: span.amount(span.draft_steps)),

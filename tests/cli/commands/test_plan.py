@@ -40,10 +40,10 @@ WIDE = Survey({1: 0.1, 2: 0.101, 8: 0.105}, 0.1, {1: 0.02, 2: 0.021}, TRACE)
 def test_it_says_whether_it_pays_and_with_what() -> None:
     cheap = said({1: 0.02, 2: 0.021})
 
-    assert "it pays: pearl is forecast to decode" in cheap
+    assert "drafts help: pearl is forecast to decode" in cheap
     assert "c (target step / draft step) is 5.5" in cheap
     assert "a second draft device" in cheap
-    assert "it does not pay" in said({1: 0.2, 2: 0.3})
+    assert "drafts do not help" in said({1: 0.2, 2: 0.3})
 
 
 def test_types_are_compared_by_tokens_per_second() -> None:
@@ -54,7 +54,7 @@ def test_types_are_compared_by_tokens_per_second() -> None:
 
     assert "fastest without drafts: bfloat16, 16.7 tokens/s; fastest with drafts: float32" in text
     assert types[0].best.speed > gain > 1.1
-    assert f"decode {gain:.2f} times as fast as vLLM alone in its fastest type" in text
+    assert f"decode {gain:.2f} times as fast as vLLM without drafts in its fastest type" in text
     assert lines[-1].endswith("--draft-dtype int8 --dtype float32")
 
 
@@ -64,7 +64,7 @@ def test_drafts_that_only_beat_their_own_slow_type_do_not_pay() -> None:
     lines = sentences(types, ["big", "--draft", "d"], [])
 
     assert types[0].best.speed > 1.1
-    assert "it does not pay" in "\n".join(lines)
+    assert "drafts do not help" in "\n".join(lines)
     assert lines[-1] == "  specbranch serve big --bare --dtype bfloat16"
 
 
@@ -78,8 +78,8 @@ def test_the_fastest_with_drafts_drafts_even_where_that_does_not_pay() -> None:
 def test_it_says_what_the_hook_costs_where_it_costs_something() -> None:
     cheap = {1: 0.02, 2: 0.021}
 
-    assert "takes 1.20 times as long as in bare vLLM" in said(cheap, hooked_s={1: 0.12, 2: 0.12})
-    assert "it does not pay" in said(cheap, hooked_s={1: 0.5, 2: 0.5})
+    assert "takes 1.20 times as long as in vLLM without it" in said(cheap, hooked_s={1: 0.12, 2: 0.12})
+    assert "drafts do not help" in said(cheap, hooked_s={1: 0.5, 2: 0.5})
     assert "proposer" not in said(cheap)
 
 
@@ -107,7 +107,7 @@ def test_the_last_line_is_the_whole_command_to_copy() -> None:
 def test_it_claims_no_more_than_its_docs() -> None:
     cheap = said({1: 0.02, 2: 0.021})
 
-    assert "3 to 20 % up to 4 requests" in cheap and "a third to a half too high" in cheap
+    assert "3 to 20 % up to 4 concurrent requests" in cheap and "a third to a half too high" in cheap
     assert "within 10" not in cheap and "for each of" not in cheap
 
 

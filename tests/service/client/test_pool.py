@@ -343,7 +343,7 @@ def test_a_drained_service_finishes_its_texts_and_gets_no_new_ones(tmp_path: Pat
     with serving(addresses) as (one, two), pool_of(addresses, deadline_s=PATIENCE_S) as pool:
         walk = Walk(pool, old)
         walk_until_accepted(walk)
-        assert drain(addresses[0]) == (0, f"{addresses[0]} takes no new texts; 1 text in use\n")
+        assert drain(addresses[0]) == (0, f"{addresses[0]} accepts no new requests; 1 request active\n")
         wait_for(lambda: pool.propose([]) == [] and pool._services[0].connection.is_draining)
         pool.announce_prompts([new])
         other = Walk(pool, new)

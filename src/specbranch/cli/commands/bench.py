@@ -26,9 +26,10 @@ from specbranch.machine import commit_note
 
 _COLUMNS = ("method", "n", "tok/s", "speed", "range", "core", "emit", "hits", "lost", "hook", "same")
 _LEGEND = (
-    f"n: trials; speed: tokens/s relative to bare vLLM; range: 95 % of resamples of the prompts, {NO_RANGE} below "
-    "three trials; core: speed for each CPU core that the method uses; emit: tokens per round; hits: verdicts for "
-    "which a branch was ready; lost: draft tokens rolled back per emitted token; hook: ms of the proposer's call.",
+    f"n: trials; speed: tokens/s relative to vLLM without drafts; range: 95 % of resamples of the prompts, {NO_RANGE} "
+    "below three trials; core: speed for each CPU core that the method uses; emit: tokens per round; hits: "
+    "verification results with a prepared branch; lost: discarded draft tokens per emitted token; hook: ms of "
+    "the proposer's call.",
     SAME,
 )
 
@@ -74,7 +75,7 @@ def run(
 
 @bench.command(epilog=example("specbranch bench show benchmarks/planners.jsonl"))
 def show(results: Annotated[Path, _RESULTS], as_json: AsJson = False) -> None:
-    """Show the speed of every method relative to bare vLLM, as a table."""
+    """Show the speed of every method relative to vLLM without drafts, as a table."""
     with friendly_errors(ResultError):
         _print(results, as_json)
 

@@ -18,6 +18,8 @@ from rich.table import Table
 
 from specbranch.cli.console import ProgressBar, console_for, friendly_errors, print_json, warn
 from specbranch.cli.options import (
+    GAMMA,
+    GAMMA_HELP,
     AsJson,
     DraftArg,
     DraftCores,
@@ -83,10 +85,11 @@ Tie = Annotated[
     ),
 ]
 Concurrency = Annotated[
-    int, typer.Option(metavar="N", help="Most requests at a time to a server.", min=1, rich_help_panel=_PANEL)
+    int,
+    typer.Option(metavar="N", help="Maximum concurrent requests to a server.", min=1, rich_help_panel=_PANEL),
 ]
 TimeoutS = Annotated[
-    float, typer.Option(metavar="S", help="Longest time for one answer.", min=0.1, rich_help_panel=_PANEL)
+    float, typer.Option(metavar="S", help="Maximum time for one answer.", min=0.1, rich_help_panel=_PANEL)
 ]
 ApiKeyEnv = Annotated[
     str | None,
@@ -130,11 +133,9 @@ def check(
         float, typer.Option(metavar="P", help="Probability that a correct pair fails anywhere in the report.")
     ] = 1e-3,
     deadline_ms: Annotated[
-        float, typer.Option(metavar="MS", help="Longest time that a target step waits for drafts.", min=1)
+        float, typer.Option(metavar="MS", help="Maximum time that a target step waits for drafts.", min=1)
     ] = 2000.0,
-    gamma: Annotated[
-        int, typer.Option("--gamma", metavar="N", help="Most draft tokens that the target verifies at once.", min=1)
-    ] = 4,
+    gamma: Annotated[int, typer.Option(*GAMMA, metavar="N", help=GAMMA_HELP, min=1)] = 4,
     draft_engine: DraftEngineName = None,
     draft_device: DraftDevice = "auto",
     draft_dtype: DraftDtype = "auto",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import importlib.util
 import os
@@ -15,13 +16,16 @@ from rich.markup import escape
 from rich.table import Table
 
 from specbranch import machine as specbranch_machine
-from specbranch.cli.console import console_for, friendly_errors, print_json
+from specbranch.cli.commands.top import findings_table
+from specbranch.cli.console import STATE_STYLES, console_for, friendly_errors, print_json
+from specbranch.cli.diagnosis import diagnose, is_fault
 from specbranch.cli.options import AsJson, DraftDevice, DraftEngineName, OptionalDraft
-from specbranch.cli.preflight import Preflight, PreflightFinding, State
+from specbranch.cli.preflight import Preflight, PreflightFinding
+from specbranch.cli.readings import exit_if_unavailable, open_source
 from specbranch.engines.kv_cache import cache_size
 from specbranch.engines.pairs import advice_for
 from specbranch.engines.registry import ENGINES, check_engine, runs_on_gpu
-from specbranch.errors import EngineError, SpecBranchError
+from specbranch.errors import EngineError, SpecBranchError, UsageError
 from specbranch.launch.draft_process import DraftServiceOptions, place_pair
 from specbranch.launch.placement import DevicePlacement, choose_device, divide_cores, place_draft, usable_cores
 from specbranch.launch.vllm_install import slow_type_here, target_on_cpu, vllm_note
@@ -42,8 +46,6 @@ _FAST = (
 _NONE = "no vector instructions that matter were found"
 _TOKEN_BYTES = 12_288  # of a typical draft with half a billion weights, such as Qwen2.5-Coder-0.5B
 
-_COLOURS: dict[State, str] = {"ok": "green", "fail": "bold red", "skip": "yellow"}
-
 Section = dict[str, Any]
 
 
@@ -54,13 +56,28 @@ def doctor(
     draft: OptionalDraft = None,
     draft_engine: DraftEngineName = None,
     draft_device: DraftDevice = "auto",
+    server: Annotated[
+        str | None,
+        typer.Option(
+            metavar="URL", help="Only say whether drafts help a running vLLM server, http://HOST:PORT, and if not, why."
+        ),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show this machine's hardware and software, and the device, cores and cache that a draft would get.
+    """Show this machine's hardware and software, and the device, cores and cache that a draft model would get.
 
     With TARGET and --draft it also runs every check that `serve` makes before it loads anything. Each is OK, FAIL or
-    SKIP, which means that it could not be made. Exit code 1: a check failed.
+    SKIP, which means that it could not be made. With --server it shows the findings of `specbranch top` about a
+    running server. Exit code 1: a check or finding is FAIL, or the server does not answer.
     """
+    if server is not None:
+        with friendly_errors(SpecBranchError, OSError):
+            if target is not None or draft is not None:
+                raise UsageError("give either --server URL or TARGET and --draft")
+            if not server.startswith(("http://", "https://")):
+                raise UsageError(f"--server is {server!r}; give the address of a vLLM server, http://HOST:PORT")
+            _diagnose_server(server, as_json)
+        return
     with friendly_errors(SpecBranchError):
         found = {"machine": machine(), "software": software(), "choices": choices(draft, draft_engine, draft_device)}
         found["choices"]["target data type"] = slow_type_here(target, None) if target else None
@@ -71,6 +88,18 @@ def doctor(
     else:
         _print(console_for(False), found, findings)
     if any(one.state == "fail" for one in findings):
+        raise typer.Exit(1)
+
+
+def _diagnose_server(url: str, as_json: bool) -> None:
+    """Print what a server's counters show about the gain from drafts; exit with code 1 if a finding is a fault."""
+    with contextlib.closing(open_source(url, None)) as source, exit_if_unavailable(url, as_json):
+        found = diagnose(source.read())
+    if as_json:
+        print_json({"address": url, "answers": True, "findings": [one.as_json() for one in found]})
+    else:
+        console_for(False).print(findings_table(found))
+    if is_fault(found):
         raise typer.Exit(1)
 
 
@@ -191,7 +220,7 @@ def _print(console: Console, found: dict[str, Section], findings: list[Preflight
     if findings:
         console.print("[bold cyan]checks[/]")
         for one in findings:
-            mark = f"[{_COLOURS[one.state]}]{one.state.upper():<4}[/]"
+            mark = f"[{STATE_STYLES[one.state]}]{one.state.upper():<4}[/]"
             console.print(f"  {mark}  {escape(one.cause or one.check)}", highlight=False, soft_wrap=True)
 
 

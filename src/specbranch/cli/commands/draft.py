@@ -57,7 +57,7 @@ def draft(
     ] = None,
     threads: Threads = None,
     cores: Cores = None,
-    max_sessions: Annotated[int, typer.Option(metavar="N", help="Most requests that are kept in memory.", min=1)] = 256,
+    max_sessions: Annotated[int, typer.Option(metavar="N", help="Maximum requests kept in memory.", min=1)] = 256,
     cache_tokens: Annotated[
         int | None,
         typer.Option(
@@ -66,12 +66,12 @@ def draft(
             min=128,
         ),
     ] = None,
-    max_handles: Annotated[int, typer.Option(metavar="N", help="Most branches in the KV cache.", min=1)] = 256,
-    row_limit: Annotated[int, typer.Option(metavar="N", help="Largest batch of one draft step.", min=1)] = 64,
+    max_handles: Annotated[int, typer.Option(metavar="N", help="Maximum branches in the KV cache.", min=1)] = 256,
+    row_limit: Annotated[int, typer.Option(metavar="N", help="Maximum batch size of a draft step.", min=1)] = 64,
     max_wait: Annotated[
         float,
         typer.Option(
-            metavar="SECONDS", help="Longest that an answer is held back, however long its target would wait.", min=0.0
+            metavar="SECONDS", help="Maximum time to hold a response, whatever deadline the client sends.", min=0.0
         ),
     ] = 1.0,
     metrics_port: Annotated[
@@ -83,7 +83,7 @@ def draft(
         bool,
         typer.Option(
             "--until-eof",
-            help="Also stop when standard input is closed, and print on standard output what loading does.",
+            help="Also stop when standard input is closed, and print loading progress to stdout.",
         ),
     ] = False,
     log_format: Annotated[Literal["text", "json"], typer.Option(help="Format of the log lines.")] = "text",

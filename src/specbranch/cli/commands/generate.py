@@ -89,14 +89,14 @@ def generate(
     settings: Settings = None,
     predictor: Predictor = "confidence",
     deadline_ms: DeadlineMs = 1000.0,
-    bare: Annotated[bool, typer.Option("--bare", help="Run vLLM alone, without any drafts.")] = False,
+    bare: Annotated[bool, typer.Option("--bare", help="Run vLLM without drafts.")] = False,
     compare: Annotated[
         bool, typer.Option("--compare", help="Also answer without drafts on the same cores; compare speed and tokens.")
     ] = False,
     timeline: TimelineFile = None,
     dtype: Dtype = "auto",
     max_model_len: Annotated[
-        int, typer.Option(metavar="N", help="Longest sequence in tokens, prompt and answer together.", min=16)
+        int, typer.Option(metavar="N", help="Maximum tokens of a request, prompt and answer together.", min=16)
     ] = 2048,
     draft_engine: DraftEngineName = None,
     draft_device: DraftDevice = "auto",

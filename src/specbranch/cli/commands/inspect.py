@@ -14,10 +14,10 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from specbranch.cli.commands.top import count, duration, memory
+from specbranch.cli.commands.top import duration, memory
 from specbranch.cli.console import console_for, friendly_errors, print_json
 from specbranch.cli.options import AsJson, ServiceAddress, ServiceKeysDir
-from specbranch.cli.readings import ServiceSource, ServiceUnavailable, exit_if_unavailable, printable
+from specbranch.cli.readings import ServiceSource, ServiceUnavailable, count, exit_if_unavailable, printable
 from specbranch.errors import SpecBranchError, UsageError
 from specbranch.launch.draft_process import explain_no_reply
 from specbranch.service.client.client import DraftClient
@@ -115,12 +115,12 @@ def describe_lines(overview: Overview) -> dict[str, str]:
         "limits": _joined(
             settings,
             "{max_sessions} sessions",
-            "{max_session_tokens} tokens of text",
+            "{max_session_tokens} tokens a request",
             "{row_limit} rows a step",
             "prefill in pieces of {prefill_chunk}",
         ),
         "version": _joined(settings, "{version}", "protocol {wire}"),
-        "new texts": "declined: it is draining" if figures.get("draining") else "",
+        "new requests": "declined: it is draining" if figures.get("draining") else "",
         "targets": f"{figures.get('targets', 0):,.0f} now, with {_usage(figures, 'session')} of "
         f"{count(round(figures.get('session_tokens', 0)), 'token')}",
         "memory": memory(figures.get("memory_bytes") or None),
@@ -148,25 +148,28 @@ def drain(
     ],
     keys: ServiceKeysDir = None,
     wait: Annotated[
-        float, typer.Option(metavar="S", help="Wait so many seconds at most until no text is in use.", min=0)
+        float, typer.Option(metavar="S", help="Maximum seconds to wait until no request is active.", min=0)
     ] = 0.0,
-    undo: Annotated[bool, typer.Option("--undo", help="Let it take new texts again.")] = False,
+    undo: Annotated[bool, typer.Option("--undo", help="Accept new requests again.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Let a draft service finish its sequences and accept no new ones, so that it can be stopped.
+    """Let a draft service finish active requests and accept no new ones, so that it can be stopped.
 
-    Targets with several draft services send new sequences to the others; a target with this one only decodes them
+    Targets with several draft services send new requests to the others; a target with this one only decodes them
     without drafts.
-    Exit code 1: it does not answer, or sequences are still in use after --wait.
+    Exit code 1: it does not answer, or requests are still active after --wait.
     """
     with friendly_errors(SpecBranchError, OSError), exit_if_unavailable(address, as_json):
         told = _drain(address, keys, not undo, 0.0 if undo else wait)
     if as_json:
         print_json({"address": address, "answers": True, "is_draining": told.is_on, "sessions": told.sessions})
     else:
-        state = "takes no new texts" if told.is_on else "takes new texts"
+        state = "accepts no new requests" if told.is_on else "accepts new requests"
         console_for(False).print(
-            f"{address} {state}; {count(told.sessions, 'text')} in use", highlight=False, markup=False, soft_wrap=True
+            f"{address} {state}; {count(told.sessions, 'request')} active",
+            highlight=False,
+            markup=False,
+            soft_wrap=True,
         )
     if wait and told.is_on and told.sessions:
         raise typer.Exit(1)

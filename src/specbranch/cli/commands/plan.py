@@ -56,7 +56,7 @@ from specbranch.trace import write_trace
 
 MIN_GAIN = 0.1  # smaller gains are within the error of a forecast
 _ERRORS = (
-    "forecast error in our own runs: 3 to 20 % up to 4 requests at once; at 8 requests a third to a half too high. "
+    "forecast error in our own runs: 3 to 20 % up to 4 concurrent requests; at 8 requests a third to a half too high. "
     "Prefill is not included."
 )
 _MIN_TOKENS = 16384  # of the KV cache
@@ -78,7 +78,7 @@ def plan(
         str, typer.Option(metavar="NAME", help="Field of each line of --prompts that holds the prompt.")
     ] = "prompt",
     num_prompts: Annotated[int, typer.Option(metavar="N", help="How many of --prompts to use.", min=1)] = 16,
-    max_tokens: Annotated[int, typer.Option(metavar="N", help="Most tokens in one answer.", min=8)] = 64,
+    max_tokens: Annotated[int, typer.Option(metavar="N", help="Maximum tokens in one answer.", min=8)] = 64,
     concurrency: Annotated[
         str, typer.Option(metavar="LIST", help="Numbers of concurrent requests to forecast, separated by commas.")
     ] = "1,2,4,8,16",
@@ -166,7 +166,9 @@ def _chosen_flags(
 
 def _print(console: Console, types: Sequence[TypeForecast], pair: Sequence[str], chosen: Sequence[str]) -> None:
     advice, kind = fastest(types).advice, f" in {fastest(types).dtype}" if len(types) > 1 else ""
-    shown = Table(title=f"forecast: decoding speed relative to vLLM alone{kind}", box=None, padding=(0, 2, 0, 0))
+    shown = Table(
+        title=f"forecast: decoding speed relative to vLLM without drafts{kind}", box=None, padding=(0, 2, 0, 0)
+    )
     shown.add_column("planner")
     for concurrency in advice.concurrencies:
         shown.add_column("1 request" if concurrency == 1 else f"{concurrency} requests", justify="right")
@@ -192,13 +194,13 @@ def sentences(types: Sequence[TypeForecast], pair: Sequence[str], chosen: Sequen
         bare = ["specbranch", "serve", pair[0], "--bare", *_without_draft(chosen), *_type_flag(types, without)]
         return [
             *measured,
-            f"it does not pay: no planner is forecast to be {MIN_GAIN:.0%} faster than vLLM alone",
+            f"drafts do not help: no planner is forecast to be {MIN_GAIN:.0%} faster than vLLM without drafts",
             "to serve without a draft:",
             f"  {shlex.join(bare)}",
         ]
     return [
         *measured,
-        f"it pays: {best.method.planner} is forecast to decode {gain:.2f} times as fast as vLLM alone"
+        f"drafts help: {best.method.planner} is forecast to decode {gain:.2f} times as fast as vLLM without drafts"
         f"{' in its fastest type' if len(types) > 1 else ''}, at {_requests(best.concurrency)}{_rivals(advice, best)}",
         _limit(advice),
         "this makes each answer faster; for throughput alone, a second vLLM on a second device gives up to 2 times",
@@ -219,8 +221,8 @@ def serve_command(best: Forecast, pair: Sequence[str], chosen: Sequence[str]) ->
 def _measured(survey: Survey, advice: Advice) -> list[str]:
     trace, many = survey.trace, max(survey.draft_s)
     overhead = (
-        f"with our proposer and without drafts, a step takes {advice.terms.overhead(1):.2f} times as long as in bare "
-        "vLLM: no asynchronous scheduling, other CUDA graphs; the forecast includes it"
+        f"with the plugin but no drafts, a step takes {advice.terms.overhead(1):.2f} times as long as in vLLM "
+        "without it: no asynchronous scheduling, other CUDA graphs; the forecast includes it"
     )
     return [
         f"measured: a target step takes {1e3 * survey.target_alone_s[1]:.0f} ms alone and "
@@ -266,8 +268,8 @@ def _rivals(advice: Advice, best: Forecast) -> str:
 def _limit(advice: Advice) -> str:
     stop = advice.stops_at(MIN_GAIN)
     if stop is None:
-        return f"it pays at every number of requests that was forecast, up to {advice.concurrencies[-1]}"
-    return f"it pays below {stop} requests at once; above, the gate of `specbranch serve` stops drafting by itself"
+        return f"drafts help at every number of requests that was forecast, up to {advice.concurrencies[-1]}"
+    return f"drafts help below {stop} concurrent requests; from there on `specbranch serve` disables drafting by itself"
 
 
 def _devices(advice: Advice, best: Forecast) -> str:
@@ -281,7 +283,7 @@ def _devices(advice: Advice, best: Forecast) -> str:
 
 
 def _requests(count: int) -> str:
-    return "1 request" if count == 1 else f"{count} requests at once"
+    return "1 request" if count == 1 else f"{count} concurrent requests"
 
 
 def _without_draft(chosen: Sequence[str]) -> list[str]:

@@ -131,16 +131,16 @@ def serve(
     predictor: Predictor = "confidence",
     deadline_ms: Annotated[
         float | None,
-        typer.Option(metavar="MS", help="Longest time that a target step waits for drafts. Default: 100.", min=0),
+        typer.Option(metavar="MS", help="Maximum time that a target step waits for drafts. Default: 100.", min=0),
     ] = None,
     timeline: TimelineFile = None,
     record: RecordFile = None,
     target_cores: TargetCores = None,
     draft_cores: DraftCores = None,
     no_gate: Annotated[
-        bool, typer.Option("--no-gate", help="Always draft, also at loads where that was measured not to pay.")
+        bool, typer.Option("--no-gate", help="Always draft, even at loads where drafts were measured not to help.")
     ] = False,
-    bare: Annotated[bool, typer.Option("--bare", help="Serve plain vLLM, without any drafts, to compare.")] = False,
+    bare: Annotated[bool, typer.Option("--bare", help="Serve with vLLM without drafts, to compare.")] = False,
 ) -> None:
     """Serve TARGET with vLLM's OpenAI-compatible server and speed it up with a draft model.
 
@@ -345,7 +345,7 @@ def _summary(plan: _Plan, settings: ProposerSettings | None, address: str | None
             rows["deadline"] = f"{settings.deadline_ms:g} ms"
             rows["socket"] = address or ", ".join(normalize_addresses(settings.address))
     else:
-        rows["draft"] = "none (bare vLLM)"
+        rows["draft"] = "none (vLLM without drafts)"
     rows["server"] = f"{endpoint} (loading; 'ready' follows)"
     for name, value in rows.items():
         table.add_row(f"[bold]{name}[/]", escape(value))

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from specbranch.cli.console import ProgressBar, console_for, friendly_errors, print_json
-from specbranch.cli.options import AsJson, check_directory, parse_key_values
+from specbranch.cli.options import GAMMA, GAMMA_HELP, AsJson, check_directory, parse_key_values
 from specbranch.core.planners import PLANNERS, SettingError, setting_names
 from specbranch.errors import UsageError
 from specbranch.simulation.comparison import BOUNDS, PlannerComparison, Sweep
@@ -36,8 +36,8 @@ _COLUMNS = (
     "rows\n/round",
 )
 _LEGEND = (
-    "speed: relative to decoding without drafts. hit rate: verdicts for which a branch was ready.",
-    "rejected, unused, cut: draft tokens rolled back per emitted token, by cause; losing: the part of them on",
+    "speed: relative to decoding without drafts. hit rate: verification results with a prepared branch.",
+    "rejected, unused, cut: discarded draft tokens per emitted token, by cause; losing: the part of them on",
     "branches that were not the draft's first choice. wait: share of the time that the target waits for drafts.",
     "agreement: how often the draft's most likely token is the target's, in this trace; a preset's value is its mean.",
 )
@@ -66,7 +66,7 @@ def simulate(
     ] = None,
     gamma: Annotated[
         int | None,
-        typer.Option(metavar="N", help="Most draft tokens verified at once. Default: the preset's, else c."),
+        typer.Option(*GAMMA, metavar="N", help=f"{GAMMA_HELP} Default: the preset's, else c."),
     ] = None,
     best: Annotated[bool, typer.Option("--best-gamma", help="Give every planner its own best gamma.")] = False,
     row_cost: Annotated[

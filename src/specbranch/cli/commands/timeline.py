@@ -49,7 +49,7 @@ def timeline(
 
     For each target: how long it computed and waited, how busy the draft was,
     and how often a branch was ready (hit rate).
-    `--replay run.html` shows each verdict with the draft tree just before it.
+    `--replay run.html` shows each verification result with the draft tree at that moment.
     Perfetto (ui.perfetto.dev) and chrome://tracing open the same file.
     """
     with friendly_errors(UsageError, TimelineError, PlotError, ImportError, OSError):

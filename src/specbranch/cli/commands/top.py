@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections.abc import Sequence
 from types import TracebackType
 from typing import Annotated, Any
 
@@ -13,13 +14,16 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from specbranch.cli.console import CtrlCGuard, console_for, friendly_errors, print_json
+from specbranch.cli.console import STATE_STYLES, CtrlCGuard, console_for, friendly_errors, print_json
+from specbranch.cli.diagnosis import DraftingFinding, diagnose
 from specbranch.cli.options import ServiceKeysDir
 from specbranch.cli.readings import (
+    GateSpeeds,
     Measure,
     ServiceUnavailable,
     StatsReading,
     StatsSource,
+    count,
     exit_if_unavailable,
     open_source,
     top_rows,
@@ -51,9 +55,9 @@ def top(
         bool, typer.Option("--json", help="Print each reading as a line of JSON, instead of the screen.")
     ] = False,
 ) -> None:
-    """Show live measures of drafting: hits, tokens a round, rolled-back tokens, draft steps, waits.
+    """Show live whether drafts help, and measures of drafting: acceptance, speed, discarded tokens, waits.
 
-    Each measure is shown over the last interval and since the start.
+    Each measure is shown over the last interval and since the start; "Does it help?" is answered since the start.
     Without a terminal one line is printed for each interval.
     If the service ends, the command keeps trying to read it; stop with Ctrl-C.
     """
@@ -133,7 +137,7 @@ class _View:
 def view_as_screen(
     name: str, now: StatsReading | None, earlier: StatsReading | None, outage: str = ""
 ) -> RenderableType:
-    """Return the screen for a reading: lines of current values, then a table of measures.
+    """Return the screen for a reading: lines of current values, a table of measures, and whether drafts help.
 
     With `outage`, the reason why the source cannot be read, the values are those of the last reading (None: none yet).
     """
@@ -143,6 +147,8 @@ def view_as_screen(
     if now is not None:
         parts += [Text(line, style="dim" if outage else "") for line in now_lines(now)]
         parts.append(_table(now, earlier, is_old=bool(outage)))
+        if not outage:
+            parts += ["", findings_table(diagnose(now))]
     return Group(*parts)
 
 
@@ -177,10 +183,12 @@ def view_as_json(now: StatsReading, earlier: StatsReading | None) -> dict[str, A
             "uptime_s": now.uptime_s,
             "states": list(now.states),
             "gate": dict(now.gate),
+            "gate_tokens_per_s": {rows: {"drafts": one.drafts, "plain": one.plain} for rows, one in now.speeds.items()},
         },
         "total": {line.name: line.total for line in lines} | {"undrafted": now.undrafted, "faults": now.faults},
         "last": {line.name: line.last for line in lines} if earlier is not None else None,
         "interval_s": now.at_s - earlier.at_s if earlier is not None else None,
+        "findings": [one.as_json() for one in diagnose(now)],
     }
 
 
@@ -201,16 +209,11 @@ def now_lines(now: StatsReading) -> list[str]:
     if now.memory_bytes is not None:
         held.append(f"memory {memory(now.memory_bytes)}")
     if now.undrafted:
-        held.append(f"{count(now.undrafted, 'text')} not drafted for")
+        held.append(f"{count(now.undrafted, 'request')} not drafted for")
     if now.faults:
         held.append(count(now.faults, "fault"))
-    lines = [", ".join(word for word in about if word), ", ".join(held), _cost(now), _gate(now)]
+    lines = [", ".join(word for word in about if word), ", ".join(held), _cost(now), *_gate(now)]
     return [line for line in lines if line]
-
-
-def count(number: int, thing: str) -> str:
-    """Return a number with its noun, in the singular or plural."""
-    return f"{number:,} {thing}" if number == 1 else f"{number:,} {thing}s"
 
 
 def duration(seconds: float) -> str:
@@ -238,9 +241,14 @@ def _cost(now: StatsReading) -> str:
     return f"a draft step of one row takes {_ms(now.first_row_s):.1f} ms, each further row {_ms(now.more_row_s):.1f} ms"
 
 
-def _gate(now: StatsReading) -> str:
-    words = [f"{rows} {'on' if is_open else 'off'}" for rows, is_open in now.gate.items()]
-    return f"gate, drafts by requests in a step: {', '.join(words)}" if words else ""
+def _gate(now: StatsReading) -> list[str]:
+    lines = [_gate_line(rows, is_open, now.speeds.get(rows)) for rows, is_open in now.gate.items()]
+    return ["tokens/s by requests in a step:", *lines] if lines else []
+
+
+def _gate_line(rows: str, is_open: bool, speeds: GateSpeeds | None) -> str:
+    words = f"{speeds.drafts:,.1f} with drafts, {speeds.plain:,.1f} without: " if speeds else ""
+    return f"  {rows:>7}  {words}drafting is {'on' if is_open else 'off'}"
 
 
 def _table(now: StatsReading, earlier: StatsReading | None, is_old: bool) -> Table:
@@ -255,6 +263,19 @@ def _table(now: StatsReading, earlier: StatsReading | None, is_old: bool) -> Tab
             cells.append(_value(measure, measure.last, is_rate=True))
         table.add_row(*cells, _value(measure, measure.total))
     return table
+
+
+def findings_table(findings: Sequence[DraftingFinding]) -> RenderableType:
+    """Return the answer to "Does it help?": each finding's state, title, figures and action."""
+    table = Table.grid(padding=(0, 2))
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    for one in findings:
+        kind = one.kind
+        table.add_row(Text(f"  {kind.state.upper()}", style=STATE_STYLES[kind.state]), Text(kind.title, style="bold"))
+        table.add_row("", Text(one.detail))
+        table.add_row("", Text(kind.action))
+    return Group(Text("Does it help?", style="bold cyan"), table)
 
 
 def _value(measure: Measure, value: float | None, is_rate: bool = False) -> str:

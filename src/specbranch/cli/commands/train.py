@@ -63,7 +63,7 @@ def collect(
     layers: Annotated[
         int, typer.Option(metavar="N", help="How many of the target's last layers are features.", min=1)
     ] = 4,
-    max_tokens: Annotated[int, typer.Option(metavar="N", help="Most tokens in one answer.", min=8)] = 160,
+    max_tokens: Annotated[int, typer.Option(metavar="N", help="Maximum tokens in one answer.", min=8)] = 160,
     temperature: Annotated[
         float, typer.Option(metavar="T", help="Sampling temperature of the target; 0 is greedy.", min=0.0)
     ] = 0.0,
@@ -107,14 +107,17 @@ def fit_command(
     ],
     out: Annotated[Path, typer.Option(metavar="DIR", help="Directory for the predictor.", show_default=False)],
     window: Annotated[
-        int, typer.Option(metavar="N", help="Draft tokens to predict ahead: as many as gamma when it is served.", min=1)
+        int,
+        typer.Option(metavar="N", help="Draft tokens to predict ahead: the --gamma that is used to serve.", min=1),
     ] = draft_length_limit("specbranch"),
     balance: Annotated[
         float,
-        typer.Option(metavar="X", help="Class weights: 0 as frequent as they are, 1 all equal.", min=0.0, max=1.0),
+        typer.Option(
+            metavar="X", help="Class balancing: 0 = natural frequencies, 1 = equal weights.", min=0.0, max=1.0
+        ),
     ] = 0.0,
     epochs: Annotated[
-        int, typer.Option(metavar="N", help="Most epochs; training stops early on held-out prompts.", min=1)
+        int, typer.Option(metavar="N", help="Maximum epochs; training stops early on held-out prompts.", min=1)
     ] = 20,
     across: Annotated[
         bool, typer.Option("--across", help="Also train on each task alone and test on all tasks.")

@@ -25,7 +25,7 @@ _MAX_SETTLE_STEPS = 64
 # decoding loses again.
 _FIRST_OPEN_STEPS, _OPEN_STEPS = 64, 512
 _CLOSED_STEPS, _MAX_CLOSED_STEPS = 256, 8192  # between two trials
-_MARGIN = 1.02  # drafts must give this multiple of the tokens per second of plain decoding
+MARGIN = 1.02  # drafts must give this multiple of the tokens per second of plain decoding
 _HOPELESS = 0.8  # a trial that gives less than this ends early, and so does the wait for its first drafts
 _MAX_LOST = 0.02  # time lost by a trial, as a share of the time until the next trial
 
@@ -169,7 +169,7 @@ class Gate:
                 else:
                     self._turn(load, is_open=True, is_measuring=True)
         elif load.is_open:
-            if load.steps >= load.open_steps or not self._pays(load, _MARGIN):
+            if load.steps >= load.open_steps or not self._pays(load, MARGIN):
                 load.plain = _Rate()
                 self._turn(load, is_open=False, is_measuring=True)
         elif load.steps >= load.closed_steps:
@@ -177,8 +177,8 @@ class Gate:
 
     def _conclude(self, load: _Load) -> None:
         drafted, plain = load.drafted.value, load.plain.value
-        is_open = self._pays(load, _MARGIN)
-        was_free = load.is_open and not self._has_seen_drafts and self._pays(load, 1 / _MARGIN)
+        is_open = self._pays(load, MARGIN)
+        was_free = load.is_open and not self._has_seen_drafts and self._pays(load, 1 / MARGIN)
         self._turn(load, is_open=is_open, is_measuring=False)
         if is_open:
             if load.closed_steps > 2 * _CLOSED_STEPS:
