@@ -103,20 +103,21 @@ def _notes(answers: dict[str, list[Record]]) -> tuple[str, str]:
 
 
 def words() -> str:
-    """Return README's sentences on these bars."""
+    """Return README's table of these bars, below a sentence on what was run."""
     rows = lanes()
-    tasks = {one["task"] for one in rows[OWN]}
+    num_tasks = len({one["task"] for one in rows[OWN]})
     num_prompts = len({(one["task"], one["prompt"]) for one in rows[OWN]})
-    over = {name: {other: paired(rows[name], rows[other]) for other in NAMES} for name in (TEXT, OWN)}
-    late = first_s(rows[OWN]) / first_s(rows[BARE])
-    parts = (
-        f"Qwen2.5-Coder-1.5B in int8, greedy, at most 64 tokens, {num_prompts} prompts of {len(tasks)} tasks, on two cores with "
-        f"AVX-512 and without AMX. With its 0.5B draft model SpecBranch has {over[OWN][BARE]} times the speed of vLLM alone on the "
-        f"same two cores, and {over[OWN][PEER]} times that of vLLM's `suffix` at the better of two settings; without a "
-        f"draft model {over[TEXT][BARE]} and {over[TEXT][PEER]} times. The first token comes after {late:.2f} times as long as "
-        "with vLLM alone."
+    intro = (
+        f"Qwen2.5-Coder-1.5B in int8 with its 0.5B draft model, one request at a time, greedy, at most 64 tokens, {num_prompts} prompts "
+        f"of {num_tasks} tasks, all on the same two cores with AVX-512 and without AMX. In brackets are 95 % ranges over the prompts."
     )
-    return textwrap.fill(parts, 124, break_long_words=False, break_on_hyphens=False)
+    table = ["| on the same two cores | speed | relative to `suffix` | first token |", "|---|---|---|---|"]
+    for name in NAMES:
+        speed = "1" if name == BARE else paired(rows[name], rows[BARE])
+        to_peer = {BARE: "", PEER: "1"}.get(name) or paired(rows[name], rows[PEER])
+        table.append(f"| {NAMES[name]} | {speed} | {to_peer} | {first_s(rows[name]) / first_s(rows[BARE]):.2f} |")
+    folded = textwrap.fill(intro, 120, break_long_words=False, break_on_hyphens=False)
+    return "\n".join([folded, "", *table])
 
 
 def paired(ours: Sequence[Record], other: Sequence[Record]) -> str:

@@ -110,7 +110,7 @@ def main() -> None:
     server = Server(engine, options, EventSink(timeline, recorder))
     signal.signal(signal.SIGTERM, lambda *_: server.stop())
     if args.metrics_port:
-        serve_metrics(server.handler.metrics, args.metrics_port)
+        serve_metrics(server.handler.metrics, "127.0.0.1", args.metrics_port)
     server.serve()
     if timeline is not None:
         timeline.write(args.timeline)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import signal
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -80,3 +81,10 @@ def test_a_draft_and_its_opposite_are_refused(other: list[str]) -> None:
     done = CliRunner().invoke(app, ["serve", "big", "--draft", "small", *other])
 
     assert done.exit_code == 2 and "give only one of --draft MODEL" in " ".join(done.stderr.split())
+
+
+@pytest.mark.parametrize("other", [["--bare"], ["--draft-address", "ipc:///d"], []])
+def test_recordings_of_a_service_that_serve_does_not_start_are_refused(other: list[str], tmp_path: Path) -> None:
+    done = CliRunner().invoke(app, ["serve", "target", *other, "--record", str(tmp_path / "record.gz")])
+
+    assert done.exit_code == 2 and "belong to the draft service that --draft starts" in " ".join(done.stderr.split())

@@ -75,8 +75,11 @@ def draft(
         ),
     ] = 1.0,
     metrics_port: Annotated[
-        int | None, typer.Option(metavar="PORT", help="Port on localhost for Prometheus metrics. Default: none.")
+        int | None, typer.Option(metavar="PORT", help="Port for Prometheus metrics. Default: none.")
     ] = None,
+    metrics_host: Annotated[
+        str, typer.Option(metavar="HOST", help="Address that the metrics port listens on; 0.0.0.0 is all of them.")
+    ] = "127.0.0.1",
     timeline: TimelineFile = None,
     record: RecordFile = None,
     until_eof: Annotated[
@@ -130,7 +133,7 @@ def draft(
         options.on_progress("timing draft steps")
         server.runner.measure()
         try:
-            _serve(server, metrics_port, until_eof)
+            _serve(server, (metrics_host, metrics_port) if metrics_port else None, until_eof)
         finally:
             if timeline_recorder is not None and timeline is not None:
                 timeline_recorder.write(timeline, draft=model, device=device)
@@ -147,12 +150,12 @@ def _tell_log(stage: str) -> None:
     log.info("%s", stage)
 
 
-def _serve(server: Server, metrics_port: int | None, until_eof: bool) -> None:
+def _serve(server: Server, metrics_at: tuple[str, int] | None, until_eof: bool) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: server.stop())
     if until_eof:
         threading.Thread(target=_stop_at_eof, args=(server,), name="eof", daemon=True).start()
-    metrics = serve_metrics(server.handler.metrics, metrics_port) if metrics_port else None
+    metrics = serve_metrics(server.handler.metrics, *metrics_at) if metrics_at else None
     try:
         server.serve()
     finally:

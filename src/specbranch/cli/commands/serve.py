@@ -162,6 +162,11 @@ def serve(
             section["deadline_ms"] = deadline_ms
         if no_gate:
             section["is_gated"] = False
+        if draft is None and (timeline or record):
+            raise UsageError(
+                "--timeline and --record belong to the draft service that --draft starts; give them to "
+                "`specbranch draft`, where the draft service was started"
+            )
         flags = Flags(context.args)
         options = None
         if draft is not None:

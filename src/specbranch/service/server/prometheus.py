@@ -169,7 +169,7 @@ def _gauge(name: str, text: str, value: float) -> Metric:
     return Metric(name, text, {"": value}, is_counter=False)
 
 
-def serve_metrics(metrics: ServiceMetrics, port: int, host: str = "127.0.0.1") -> Any:
+def serve_metrics(metrics: ServiceMetrics, host: str, port: int) -> Any:
     """Start an HTTP server that answers Prometheus scrapes, and return it; the caller shuts it down."""
     try:
         from prometheus_client import CollectorRegistry, start_http_server
