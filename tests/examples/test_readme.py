@@ -36,10 +36,12 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def environment(home: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """The variables of a shell in which `specbranch` was just installed."""
+    """The variables of a shell in which `specbranch` was just installed, and the README's int8 target made."""
     python = new_environment(tmp_path_factory.mktemp("environment"), ROOT)
     path = f"{Path(python).parent}:{os.environ['PATH']}"
-    return {**os.environ, "PATH": path, "SPECBRANCH_MODELS": str(home), "VLLM_CPU_KVCACHE_SPACE": "1"}
+    variables = {**os.environ, "PATH": path, "SPECBRANCH_MODELS": str(home), "VLLM_CPU_KVCACHE_SPACE": "1"}
+    ran(COMMANDS["quantize"], home, variables)
+    return variables
 
 
 def ran(command: list[str], home: Path, environment: dict[str, str]) -> str:
@@ -51,7 +53,6 @@ def ran(command: list[str], home: Path, environment: dict[str, str]) -> str:
 def test_the_target_that_quantize_makes_answers_with_drafts_and_without(
     home: Path, environment: dict[str, str]
 ) -> None:
-    ran(COMMANDS["quantize"], home, environment)
     printed = ran(COMMANDS["generate"], home, environment)
 
     assert "accepted" in printed and "both answers are equal" in printed
@@ -70,7 +71,7 @@ def test_the_program_loads_vllm_with_drafts(home: Path, environment: dict[str, s
 
 def test_serve_starts(home: Path, environment: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SPECBRANCH_MODELS", environment["SPECBRANCH_MODELS"])
-    words = [*COMMANDS["serve"][2:], "--dtype", "float32", "--max-model-len", "512", "--enforce-eager"]
+    words = [*COMMANDS["serve"][2:], "--max-model-len", "512", "--enforce-eager"]
     with started(tmp_path, *words) as served:
         wait_for(lambda: "ready in" in served.out.read_text() or served.process.poll() is not None, 360)
 

@@ -44,7 +44,9 @@ from tests.service.rogue import rogue
 EARLIER = StatsReading(
     at_s=10.0,
     model="draft.gguf",
-    stats=Stats(rounds=1000, hits=700, submitted=5000, accepted=3000, rejected=900, rows=8000, wait_s=2.0),
+    stats=Stats(
+        rounds=1000, hits=700, submitted=5000, accepted=3000, rejected=2000, unused=3000, rows=8000, wait_s=2.0
+    ),
     target_steps=500,
     draft_steps=2000,
     draft_step_s=20.0,
@@ -52,16 +54,18 @@ EARLIER = StatsReading(
     session_tokens=9120,
     targets=1,
     memory_bytes=1_230_000_000,
-    uptime_s=7384.0,
+    uptime_s=24.0,
 )
 NOW = replace(
     EARLIER,
     at_s=12.0,
-    stats=Stats(rounds=1100, hits=790, submitted=5300, accepted=3150, rejected=920, rows=8600, unused=8, wait_s=2.1),
+    stats=Stats(
+        rounds=1100, hits=790, submitted=5300, accepted=3150, rejected=2150, unused=3290, rows=8600, wait_s=2.1
+    ),
     target_steps=550,
     draft_steps=2200,
     draft_step_s=21.8,
-    uptime_s=7386.0,
+    uptime_s=26.0,
 )
 OF_VLLM = replace(
     NOW,
@@ -82,20 +86,20 @@ OF_VLLM = replace(
 )
 SCREEN = """\
 specbranch: draft service at ipc:///here
-draft.gguf, up 2 h 3 min
+draft.gguf, up 26 s
 12 sessions of 1 target, 9,120 tokens, memory 1.2 GB
                               last 2.0 s       since start
 verification results              50.0/s             1,100
 prepared                            90 %              72 %
 mean acceptance length              2.50              3.86
 acceptance rate                     50 %              59 %
-discarded: rejected               10.0/s               920
-discarded: unused                  4.0/s                 8
+discarded: rejected               75.0/s             2,150
+discarded: unused                145.0/s             3,290
 discarded: cut                     0.0/s                 0
 draft steps                      100.0/s             2,200
 rows of a draft step                3.00              3.91
 time of a draft step             9.00 ms           9.91 ms
-busy with draft steps               90 %               0 %
+busy with draft steps               90 %              84 %
 wait of a target's step          2.00 ms           3.82 ms
 """
 OF_SERVICE = """
@@ -119,8 +123,8 @@ verification results                 1,100
 prepared                              72 %
 mean acceptance length                3.86
 acceptance rate                       59 %
-discarded: rejected                    920
-discarded: unused                        8
+discarded: rejected                  2,150
+discarded: unused                    3,290
 discarded: cut                           0
 draft rows                           8,600
 wait of a target's step            3.82 ms
