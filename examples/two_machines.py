@@ -1,13 +1,13 @@
 """A target here, its draft service on another machine. Keys make sure that nobody else reads or answers.
 
-On the machine of the draft:
+On the machine of the draft model:
 
-    specbranch keys keys                                     # once; copy client.key_secret and service.key over
-    specbranch draft DRAFT --listen tcp://0.0.0.0:5555 --keys keys
+    specbranch keys keys          # once; then copy client.key_secret and service.key to the other machine
+    specbranch draft DRAFT --listen tcp://0.0.0.0:5757 --keys keys
 
-On the machine of the target:
+On the machine of the target, with these two files in specbranch-keys:
 
-    python examples/two_machines.py TARGET tcp://draft-host:5555 --keys keys
+    python examples/two_machines.py TARGET tcp://DRAFT-HOST:5757 --keys specbranch-keys
 """
 
 import argparse

@@ -23,6 +23,11 @@ class CautiousPlanner(Planner[CautiousSettings]):
 
     settings_type = CautiousSettings
 
+    @property
+    def may_block_target(self) -> bool:
+        """Return whether `submit` may let the target wait; if not, vLLM waits only briefly for each reply."""
+        return self.settings.wait_for_draft
+
     def submit(self, round: Round) -> Sequence[Node] | None:
         """Return the chain, cut where it becomes unlikely; None lets the target wait."""
         if self.settings.wait_for_draft and round.tree.next_unrun(round.tree.root, 1):
