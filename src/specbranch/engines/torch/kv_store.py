@@ -107,11 +107,12 @@ class KVStore:
         # Zeros, not empty: a masked slot has weight 0, and 0 times a NaN left in memory would still be NaN.
         num_heads, head_dim = like.shape[1:]
         if self._by_head:
-            return _zeros((num_heads, self.num_slots + 1, head_dim), like.dtype, self.device).transpose(0, 1)
-        return _zeros((self.num_slots + 1, num_heads, head_dim), like.dtype, self.device)
+            return reserve((num_heads, self.num_slots + 1, head_dim), like.dtype, self.device).transpose(0, 1)
+        return reserve((self.num_slots + 1, num_heads, head_dim), like.dtype, self.device)
 
 
-def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> torch.Tensor:
+def reserve(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> torch.Tensor:
+    """Return zeros that on a CPU take memory where they are first written."""
     if device != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     # The system allocates a mapping page by page, when it is first written; torch's zeros take all memory at once.

@@ -10,6 +10,7 @@ from contextvars import ContextVar
 from typing import Any
 
 from specbranch.engines.torch.attention import AttentionContext, LayerForm
+from specbranch.engines.torch.states import StateStore, recurrent_layers
 from specbranch.errors import EngineError
 from specbranch.extensions import optional_import
 
@@ -23,6 +24,7 @@ with optional_import("torch"):
 NAME = "specbranch"  # of our attention in the registries of Transformers
 _UNKNOWN_FEATURES = ("position_bias", "block_mask", "cu_seq_lens_q")  # of some models' attention, which ours lacks
 _LAYERS = {"full_attention", "sliding_attention", "attention"}  # the kinds of layers that ours can do
+_NO_MIXERS = {"moe", "mlp"}  # and those in which tokens do not see each other
 _step: ContextVar[AttentionContext] = ContextVar("specbranch_step")  # not every model hands keywords on to its layers
 
 
@@ -38,6 +40,7 @@ class PlainModel(nn.Module):
         model.set_attn_implementation(NAME)
         self.model = model
         self.config = text_config(model)
+        self.states = StateStore(model, str(model.device)) if recurrent_layers(model) else None
 
     def forward(
         self, tokens: torch.Tensor, positions: torch.Tensor, outputs: torch.Tensor | None, step: AttentionContext
@@ -154,11 +157,12 @@ class _LanguageModel(nn.Module):
 
 def require_known_attention(model: Any) -> None:
     """Raise `EngineError` if a model has other state than keys and values, or a kind of attention that ours lacks."""
-    name, kinds = type(model).__name__, set(getattr(text_config(model), "layer_types", None) or ())
-    if not model._supports_attention_backend:
+    name, kinds, recurrent = type(model).__name__, layer_kinds(model), recurrent_layers(model)
+    if not model._supports_attention_backend and not recurrent:  # those are replaceable, and do not always say so
         raise unsupported(name, "Transformers does not let its attention be replaced")
-    if kinds - _LAYERS:
-        raise unsupported(name, f"it has layers of {', '.join(sorted(kinds - _LAYERS))}")
+    unknown = {kind for layer, kind in kinds.items() if layer not in recurrent} - _LAYERS - _NO_MIXERS
+    if unknown:
+        raise unsupported(name, f"it has layers of {', '.join(sorted(unknown))}")
     if model._is_stateful and not kinds:  # a family with recurrent layers may have models without any
         raise unsupported(name, "it is recurrent")
 
@@ -193,6 +197,11 @@ def sliding_window(config: Any) -> int | None:
     """Return the sliding window in a model's config: how many tokens each token sees at most; None if it sees all."""
     window: int | None = getattr(config, "sliding_window", None)
     return window if getattr(config, "use_sliding_window", True) else None
+
+
+def layer_kinds(model: Any) -> dict[int, str]:
+    """Return the kind of each layer, by its index; empty if the model's config does not say."""
+    return dict(enumerate(getattr(text_config(model), "layer_types", None) or ()))
 
 
 def text_config(model: Any) -> Any:
