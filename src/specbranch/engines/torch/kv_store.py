@@ -64,9 +64,9 @@ class KVStore:
         return int(self._any_store().shape[2])
 
     @property
-    def num_layers(self) -> int:
-        """The number of layers that have a tensor."""
-        return len(self._layers)
+    def layers(self) -> set[int]:
+        """The indices of the layers that have a tensor."""
+        return set(self._layers)
 
     @property
     def num_bytes(self) -> int:

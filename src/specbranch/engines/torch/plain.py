@@ -24,7 +24,7 @@ with optional_import("torch"):
 NAME = "specbranch"  # of our attention in the registries of Transformers
 _UNKNOWN_FEATURES = ("position_bias", "block_mask", "cu_seq_lens_q")  # of some models' attention, which ours lacks
 _LAYERS = {"full_attention", "sliding_attention", "attention"}  # the kinds of layers that ours can do
-_NO_MIXERS = {"moe", "mlp"}  # and those in which tokens do not see each other
+MIXERLESS = {"moe", "mlp"}  # and those in which tokens do not see each other
 _step: ContextVar[AttentionContext] = ContextVar("specbranch_step")  # not every model hands keywords on to its layers
 
 
@@ -157,10 +157,10 @@ class _LanguageModel(nn.Module):
 
 def require_known_attention(model: Any) -> None:
     """Raise `EngineError` if a model has other state than keys and values, or a kind of attention that ours lacks."""
-    name, kinds, recurrent = type(model).__name__, layer_kinds(model), recurrent_layers(model)
+    name, kinds, recurrent = type(model).__name__, layer_kinds(text_config(model)), recurrent_layers(model)
     if not model._supports_attention_backend and not recurrent:  # those are replaceable, and do not always say so
         raise unsupported(name, "Transformers does not let its attention be replaced")
-    unknown = {kind for layer, kind in kinds.items() if layer not in recurrent} - _LAYERS - _NO_MIXERS
+    unknown = {kind for layer, kind in kinds.items() if layer not in recurrent} - _LAYERS - MIXERLESS
     if unknown:
         raise unsupported(name, f"it has layers of {', '.join(sorted(unknown))}")
     if model._is_stateful and not kinds:  # a family with recurrent layers may have models without any
@@ -199,9 +199,9 @@ def sliding_window(config: Any) -> int | None:
     return window if getattr(config, "use_sliding_window", True) else None
 
 
-def layer_kinds(model: Any) -> dict[int, str]:
-    """Return the kind of each layer, by its index; empty if the model's config does not say."""
-    return dict(enumerate(getattr(text_config(model), "layer_types", None) or ()))
+def layer_kinds(config: Any) -> dict[int, str]:
+    """Return the kind of each layer, by its index; empty if a model's config does not say."""
+    return dict(enumerate(getattr(config, "layer_types", None) or ()))
 
 
 def text_config(model: Any) -> Any:

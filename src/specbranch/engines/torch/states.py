@@ -50,7 +50,7 @@ class StateStore:
         """Replace the forward functions of the recurrent layers in `model`. Call `resize` before a step."""
         self.groups: list[_Group] = []  # of the step that runs
         self._device = device
-        cache = DynamicCache(config=model.config.get_text_config(decoder=True))
+        cache = _new_cache(model)
         self._layers = [_RecurrentLayer(self, cache, *found) for found in recurrent_layers(model).items()]
         self.resize(0, 0)
 
@@ -217,15 +217,19 @@ def recurrent_layers(model: Any) -> Mapping[int, Any]:
 
     All that Transformers has begin with a convolution. Its older versions have other caches, and none is found.
     """
-    layers = DynamicCache(config=model.config.get_text_config(decoder=True)).layers
-    found = {}
-    for module in model.modules():
-        index = getattr(module, "layer_idx", None)
-        if isinstance(index, int) and index < len(layers) and _cache_argument(module):
-            is_known = all(isinstance(getattr(layers[index], part, None), dict) for part in _PARTS)
-            if is_known and any(isinstance(child, nn.Conv1d) for child in module.children()):
-                found[index] = module
-    return found
+    found = {
+        module.layer_idx: module
+        for module in model.modules()
+        if hasattr(module, "layer_idx") and any(isinstance(child, nn.Conv1d) for child in module.children())
+        if _cache_argument(module)
+    }
+    layers = _new_cache(model).layers if found else []
+    is_known = all(isinstance(getattr(layers[index], part, None), dict) for index in found for part in _PARTS)
+    return found if is_known else {}
+
+
+def _new_cache(model: Any) -> Any:
+    return DynamicCache(config=model.config.get_text_config(decoder=True))
 
 
 def step_batch(
