@@ -63,7 +63,9 @@ def test_perfect_signals_are_worth_an_oracle_however_long_the_prompt_is(
 
 
 def test_a_trace_without_recorded_signals_is_no_replay_of_hrad(weak_trace: Trace) -> None:
-    with pytest.raises(TraceError, match=r"8 of 8 answers of this trace have none \(`foreseen`\); .* or choose another predictor"):
+    with pytest.raises(
+        TraceError, match=r"8 of 8 answers of this trace have none \(`foreseen`\); .* or choose another predictor"
+    ):
         simulate(weak_trace, method_for("specbranch", WEAK, "hrad"), Layout(WEAK.c))
 
 

@@ -22,7 +22,7 @@ from specbranch.engines.torch.kv_store import Batch, KVStore
 from specbranch.engines.torch.loading import LoadedModel, engine_info, load, size_cache
 from specbranch.engines.torch.plain import MIXERLESS, layer_kinds, unsupported
 from specbranch.engines.torch.selftest import NUM_SLOTS
-from specbranch.engines.torch.states import step_batch
+from specbranch.engines.torch.states import StateStore, step_batch
 from specbranch.engines.torch.step import ForwardPass, PackedTopK, to_host, unpack_top_k
 from specbranch.errors import EngineFull
 from specbranch.extensions import optional_import
@@ -50,7 +50,7 @@ class TorchEngine:
             buckets = Buckets()
         self._options = options
         loaded = load(options)
-        self._states = loaded.model.states  # of recurrent layers; None without any
+        self._states: StateStore | None = loaded.model.states  # of recurrent layers; None without any
         self._static: FixedShapeRunner | None = None
         self._arena = KVStore(NUM_SLOTS, options.device, by_head=buckets is None)
         vocab_len = self._test(loaded)
@@ -59,7 +59,7 @@ class TorchEngine:
         self._cells = SlotAllocator(size.tokens, options.max_handles)
         self._arena = KVStore.sized_like(self._arena, size.tokens)
         if self._states is not None:
-            self._states.resize(size.tokens, self._num_states(size.tokens))
+            self._states.resize(size.tokens, self._num_states(self._states, size.tokens))
             log.info("of recurrent layers it keeps %d states", self._states.num_states)
         top_k, by_blocks = min(options.top_k, vocab_len), buckets is None
         self._forward = ForwardPass(loaded.model, self._arena, top_k, by_blocks=by_blocks)
@@ -158,10 +158,10 @@ class TorchEngine:
             return self._arena.bytes_per_slot
         return 2 * self._arena.bytes_per_slot or self._states.bytes_per_state // _TOKENS_PER_STATE + 1
 
-    def _num_states(self, num_tokens: int) -> int:
+    def _num_states(self, states: StateStore, num_tokens: int) -> int:
         """Return how many states fit beside a cache of `num_tokens`; some always do, and no more than tokens."""
         room = num_tokens * self._bytes_per_token() - self._arena.num_bytes
-        return min(max(room // self._states.bytes_per_state, _FEWEST_STATES), num_tokens)
+        return min(max(room // states.bytes_per_state, _FEWEST_STATES), num_tokens)
 
     def _probe_steps(self, steps: FixedShapeRunner | None) -> list[Distribution]:
         """Run a short test sequence with `steps`, from now on the runner of small steps; return the distributions.

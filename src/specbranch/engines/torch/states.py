@@ -49,6 +49,7 @@ class StateStore:
     def __init__(self, model: Any, device: str) -> None:
         """Replace the forward functions of the recurrent layers in `model`. Call `resize` before a step."""
         self.groups: list[_Group] = []  # of the step that runs
+        self.one_by_one = False  # some models' layers continue a state with no more than one token at once
         self._device = device
         cache = _new_cache(model)
         self._layers = [_RecurrentLayer(self, cache, *found) for found in recurrent_layers(model).items()]
@@ -184,7 +185,9 @@ class _RecurrentLayer:
         for group in self._states.groups:
             layer = self._cache.layers[self.index] = self._layer(group.sources)
             given[self._argument] = self._cache
-            out[0, group.tokens] = self._forward(hidden_states[0, group.tokens], **given)
+            is_split = self._states.one_by_one and group.sources is not None
+            for tokens in group.tokens.split(1 if is_split else group.tokens.shape[1], dim=1):
+                out[0, tokens] = self._forward(hidden_states[0, tokens], **given)
             self._keep(layer, group.targets)
         self._cache.layers[self.index] = self._blank
         return out
@@ -232,9 +235,7 @@ def _new_cache(model: Any) -> Any:
     return DynamicCache(config=model.config.get_text_config(decoder=True))
 
 
-def step_batch(
-    cells: SlotAllocator, rows: Sequence[Row], states: StateStore | None
-) -> AbstractContextManager[Batch]:
+def step_batch(cells: SlotAllocator, rows: Sequence[Row], states: StateStore | None) -> AbstractContextManager[Batch]:
     """Return a context in which a step runs, and which gives its batch; its cells are allocated."""
     return nullcontext(build_batch(cells, rows)) if states is None else states.step(cells, rows)
 
