@@ -50,7 +50,7 @@ class TorchEngine:
             buckets = Buckets()
         self._options = options
         loaded = load(options)
-        self._states: StateStore | None = loaded.model.states  # of recurrent layers; None without any
+        self.states: StateStore | None = loaded.model.states
         self._static: FixedShapeRunner | None = None
         self._arena = KVStore(NUM_SLOTS, options.device, by_head=buckets is None)
         vocab_len = self._test(loaded)
@@ -58,13 +58,13 @@ class TorchEngine:
         log.info("the draft's KV cache: %s", size)
         self._cells = SlotAllocator(size.tokens, options.max_handles)
         self._arena = KVStore.sized_like(self._arena, size.tokens)
-        if self._states is not None:
-            self._states.resize(size.tokens, self._num_states(self._states, size.tokens))
-            log.info("of recurrent layers it keeps %d states", self._states.num_states)
+        if self.states is not None:
+            self.states.resize(size.tokens, self._num_states(self.states, size.tokens))
+            log.info("of recurrent layers it keeps %d states", self.states.num_states)
         top_k, by_blocks = min(options.top_k, vocab_len), buckets is None
         self._forward = ForwardPass(loaded.model, self._arena, top_k, by_blocks=by_blocks)
         self.info = engine_info(options, loaded.model, loaded.dtype, vocab_len, size.tokens)
-        if buckets is not None and self._states is None:  # a step's rows vary with the states that were kept
+        if buckets is not None and self.states is None:  # a step's rows vary with the states that were kept
             with self._device():
                 self._static = choose_step_runner(self._forward, buckets.up_to(size.tokens), self._probe_steps)
 
@@ -75,7 +75,7 @@ class TorchEngine:
     @property
     def num_bytes(self) -> int:
         """Bytes of the KV store and of all states, which are reserved at the start."""
-        return self._arena.num_bytes + (0 if self._states is None else self._states.num_bytes)
+        return self._arena.num_bytes + (0 if self.states is None else self.states.num_bytes)
 
     def open(self) -> int:
         return self._cells.open()
@@ -99,7 +99,7 @@ class TorchEngine:
             with (
                 torch.inference_mode(),
                 self._device(),
-                step_batch(self._cells, rows, self._states) as batch,
+                step_batch(self._cells, rows, self.states) as batch,
             ):
                 words = self._words(batch)
         except BaseException as error:
@@ -112,7 +112,7 @@ class TorchEngine:
 
     def shutdown(self) -> None:
         self._cells.clear()
-        del self._forward, self._static, self._arena, self._states
+        del self._forward, self._static, self._arena, self.states
         if self._options.device.startswith("cuda"):
             torch.cuda.empty_cache()
 
@@ -147,16 +147,16 @@ class TorchEngine:
         num_mixing = loaded.config.num_hidden_layers - sum(
             kind in MIXERLESS for kind in layer_kinds(loaded.config).values()
         )
-        found = self._arena.layers | (set() if self._states is None else self._states.layers)
+        found = self._arena.layers | (set() if self.states is None else self.states.layers)
         if len(found) != num_mixing:
             raise unsupported(loaded.name, f"only {len(found)} of its layers use attention that can be replaced")
         return vocab_len
 
     def _bytes_per_token(self) -> int:
         """Return the bytes for each token of the cache; states take as many as keys and values."""
-        if self._states is None:
+        if self.states is None:
             return self._arena.bytes_per_slot
-        return 2 * self._arena.bytes_per_slot or self._states.bytes_per_state // _TOKENS_PER_STATE + 1
+        return 2 * self._arena.bytes_per_slot or self.states.bytes_per_state // _TOKENS_PER_STATE + 1
 
     def _num_states(self, states: StateStore, num_tokens: int) -> int:
         """Return how many states fit beside a cache of `num_tokens`; some always do, and no more than tokens."""
