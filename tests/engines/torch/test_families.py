@@ -185,15 +185,14 @@ def test_a_failed_step_leaves_states_as_they_were(
     assert close_distributions(found, fresh_distribution(engine, [1, 2, 3, 5]), 1e-5)
 
 
-def test_the_states_of_closed_handles_make_room_first(recurrent: tuple[TorchEngine, StateStore]) -> None:
+def test_the_state_of_a_closed_handle_makes_room_first(recurrent: tuple[TorchEngine, StateStore]) -> None:
     engine, states = recurrent
-    states.resize(1024, 3)
-    held, *closed = (engine.open() for _ in range(3))
-    for handle in (held, *closed):
-        engine.run([Row(handle, (1, 2))])
-    for handle in closed:
-        engine.close(handle)
-    engine.run([Row(engine.open(), (3, 4))])
+    states.resize(1024, 2)
+    held, closed = engine.open(), engine.open()
+    engine.run([Row(held, (1, 2))])
+    engine.run([Row(closed, (1, 2, 3))])
+    engine.close(closed)
+    engine.run([Row(engine.open(), (3,))])
     engine.run([Row(held, (3,))])
 
     assert states.groups[0].tokens.shape == (1, 1)
