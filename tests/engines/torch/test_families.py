@@ -19,8 +19,8 @@ from specbranch.engines.base import DraftEngine, EngineOptions, Row
 from specbranch.engines.torch import TorchEngine, open_torch
 from specbranch.engines.torch import engine as engine_module
 from specbranch.engines.torch.generic import NUM_STATES, GenericEngine
+from specbranch.engines.torch.kv_store import StateStore
 from specbranch.engines.torch.linear import can_int8
-from specbranch.engines.torch.states import StateStore
 from tests.engines.closeness import close_distributions
 from tests.engines.conformance import Close, EngineConformance, fresh_distribution
 from tests.root import ROOT

@@ -18,11 +18,10 @@ from specbranch.engines.base import EngineOptions, Row, check_tokens
 from specbranch.engines.kv_cache import SlotAllocator
 from specbranch.engines.torch.attention import Buckets, SpanAttention
 from specbranch.engines.torch.cuda_graphs import FixedShapeRunner, choose_step_runner
-from specbranch.engines.torch.kv_store import Batch, KVStore
+from specbranch.engines.torch.kv_store import Batch, KVStore, StateStore, step_batch
 from specbranch.engines.torch.loading import LoadedModel, engine_info, load, size_cache
 from specbranch.engines.torch.plain import MIXERLESS, layer_kinds, unsupported
 from specbranch.engines.torch.selftest import NUM_SLOTS
-from specbranch.engines.torch.states import StateStore, step_batch
 from specbranch.engines.torch.step import ForwardPass, PackedTopK, to_host, unpack_top_k
 from specbranch.errors import EngineFull
 from specbranch.extensions import optional_import

@@ -12,9 +12,8 @@ from typing import Any
 from specbranch.engines.base import Row
 from specbranch.engines.kv_cache import SlotAllocator
 from specbranch.engines.torch.attention import SpanAttention
-from specbranch.engines.torch.kv_store import KVStore
+from specbranch.engines.torch.kv_store import KVStore, step_batch
 from specbranch.engines.torch.plain import UnsupportedModel, unsupported
-from specbranch.engines.torch.states import step_batch
 from specbranch.engines.torch.step import ForwardPass
 from specbranch.errors import EngineError, first_line
 from specbranch.extensions import optional_import
