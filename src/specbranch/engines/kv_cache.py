@@ -72,6 +72,10 @@ class SlotAllocator:
         """Return the cells of a handle's tokens, in order."""
         return self._held[handle].path
 
+    def are_held(self, cells: SlotIds) -> NDArray[np.bool_]:
+        """Return for each cell whether some handle holds it."""
+        return self._num_holders[cells] > 0
+
     def open(self) -> int:
         """Open a handle with no cells, for which a new region begins, and return it."""
         first = self._widest_room()

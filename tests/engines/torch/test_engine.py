@@ -421,12 +421,12 @@ def test_a_directory_with_several_gguf_files_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "more", "cause"),
     [
-        ("mamba", {"state_size": 4}, "does not let its attention be replaced"),
-        ("lfm2", {"layer_types": ["conv", "full_attention"]}, "layers of conv"),
+        ("rwkv", {}, "does not let its attention be replaced"),
+        ("minimax", {"layer_types": ["linear_attention", "full_attention"]}, "layers of linear_attention"),
         ("diffllama", {}, "calls its attention twice"),
     ],
 )
-def test_a_model_with_another_state_than_keys_and_values_is_left_to_the_generic_engine(
+def test_a_model_with_a_state_that_the_engine_cannot_keep_is_left_to_the_generic_engine(
     save: Save, name: str, more: dict[str, Any], cause: str
 ) -> None:
     path = save(name, **more)

@@ -18,9 +18,9 @@ from specbranch.engines.base import EngineOptions, Row, check_tokens
 from specbranch.engines.kv_cache import SlotAllocator
 from specbranch.engines.torch.attention import Buckets, SpanAttention
 from specbranch.engines.torch.cuda_graphs import FixedShapeRunner, choose_step_runner
-from specbranch.engines.torch.kv_store import Batch, KVStore, build_batch
+from specbranch.engines.torch.kv_store import Batch, KVStore, StateStore, step_batch
 from specbranch.engines.torch.loading import LoadedModel, engine_info, load, size_cache
-from specbranch.engines.torch.plain import unsupported
+from specbranch.engines.torch.plain import MIXERLESS, layer_kinds, unsupported
 from specbranch.engines.torch.selftest import NUM_SLOTS
 from specbranch.engines.torch.step import ForwardPass, PackedTopK, to_host, unpack_top_k
 from specbranch.errors import EngineFull
@@ -31,6 +31,8 @@ with optional_import("torch"):
     import torch
 
 log = logging.getLogger(__name__)
+_FEWEST_STATES = 16  # those that eight rows continue, and those behind them
+_TOKENS_PER_STATE = 64  # of the cache, for a model without any attention
 
 
 class TorchEngine:
@@ -47,17 +49,21 @@ class TorchEngine:
             buckets = Buckets()
         self._options = options
         loaded = load(options)
+        self.states: StateStore | None = loaded.model.states
         self._static: FixedShapeRunner | None = None
         self._arena = KVStore(NUM_SLOTS, options.device, by_head=buckets is None)
         vocab_len = self._test(loaded)
-        size = size_cache(options, self._arena.bytes_per_slot, free_host_memory())
+        size = size_cache(options, self._bytes_per_token(), free_host_memory())
         log.info("the draft's KV cache: %s", size)
         self._cells = SlotAllocator(size.tokens, options.max_handles)
         self._arena = KVStore.sized_like(self._arena, size.tokens)
+        if self.states is not None:
+            self.states.resize(size.tokens, self._num_states(self.states, size.tokens))
+            log.info("of recurrent layers it keeps %d states", self.states.num_states)
         top_k, by_blocks = min(options.top_k, vocab_len), buckets is None
         self._forward = ForwardPass(loaded.model, self._arena, top_k, by_blocks=by_blocks)
         self.info = engine_info(options, loaded.model, loaded.dtype, vocab_len, size.tokens)
-        if buckets is not None:
+        if buckets is not None and self.states is None:  # a step's rows vary with the states that were kept
             with self._device():
                 self._static = choose_step_runner(self._forward, buckets.up_to(size.tokens), self._probe_steps)
 
@@ -67,8 +73,8 @@ class TorchEngine:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the KV store, which is created at the start for the maximum number of tokens."""
-        return self._arena.num_bytes
+        """Bytes of the KV store and of all states, which are reserved at the start."""
+        return self._arena.num_bytes + (0 if self.states is None else self.states.num_bytes)
 
     def open(self) -> int:
         return self._cells.open()
@@ -89,8 +95,12 @@ class TorchEngine:
         lengths = [len(self._cells.path(row.handle)) for row in rows]
         try:
             self._cells.allocate(rows)
-            with torch.inference_mode(), self._device():
-                words = self._words(build_batch(self._cells, rows))
+            with (
+                torch.inference_mode(),
+                self._device(),
+                step_batch(self._cells, rows, self.states) as batch,
+            ):
+                words = self._words(batch)
         except BaseException as error:
             for row, length in zip(rows, lengths, strict=True):
                 self.truncate(row.handle, length)
@@ -101,7 +111,7 @@ class TorchEngine:
 
     def shutdown(self) -> None:
         self._cells.clear()
-        del self._forward, self._static, self._arena
+        del self._forward, self._static, self._arena, self.states
         if self._options.device.startswith("cuda"):
             torch.cuda.empty_cache()
 
@@ -133,10 +143,24 @@ class TorchEngine:
         """
         with self._device():
             vocab_len = loaded.self_test.check_model(loaded.model, self._arena, loaded.dtype)
-        if self._arena.num_layers != loaded.config.num_hidden_layers:
-            cause = f"only {self._arena.num_layers} of its layers use attention that can be replaced"
-            raise unsupported(loaded.name, cause)
+        num_mixing = loaded.config.num_hidden_layers - sum(
+            kind in MIXERLESS for kind in layer_kinds(loaded.config).values()
+        )
+        found = self._arena.layers | (set() if self.states is None else self.states.layers)
+        if len(found) != num_mixing:
+            raise unsupported(loaded.name, f"only {len(found)} of its layers use attention that can be replaced")
         return vocab_len
+
+    def _bytes_per_token(self) -> int:
+        """Return the bytes for each token of the cache; states take as many as keys and values."""
+        if self.states is None:
+            return self._arena.bytes_per_slot
+        return 2 * self._arena.bytes_per_slot or self.states.bytes_per_state // _TOKENS_PER_STATE + 1
+
+    def _num_states(self, states: StateStore, num_tokens: int) -> int:
+        """Return how many states fit beside a cache of `num_tokens`; some always do, and no more than tokens."""
+        room = num_tokens * self._bytes_per_token() - self._arena.num_bytes
+        return min(max(room // states.bytes_per_state, _FEWEST_STATES), num_tokens)
 
     def _probe_steps(self, steps: FixedShapeRunner | None) -> list[Distribution]:
         """Run a short test sequence with `steps`, from now on the runner of small steps; return the distributions.

@@ -111,6 +111,7 @@ class FusedModel(nn.Module):
 
     def __init__(self, model: Any, kind: LinearType) -> None:
         super().__init__()
+        self.states = None  # no layer is recurrent
         base = model.base_model
         self.embed_tokens = base.embed_tokens
         for index, layer in enumerate(base.layers):  # one at a time: merged weights are copies

@@ -2,14 +2,20 @@
 
 Our attention is registered in Transformers under `NAME`. A layer may see only the last tokens of a sequence, bound its
 scores, and have attention sinks. What it cannot do is refused when the model is loaded.
+
+Recurrent layers compute by their own code too. They get the rows of a step as batches, and the states of these rows.
 """
 
 from __future__ import annotations
 
+import copy
+import inspect
+from collections.abc import Mapping
 from contextvars import ContextVar
 from typing import Any
 
 from specbranch.engines.torch.attention import AttentionContext, LayerForm
+from specbranch.engines.torch.kv_store import StateStore
 from specbranch.errors import EngineError
 from specbranch.extensions import optional_import
 
@@ -17,12 +23,15 @@ with optional_import("torch"):
     import torch
     from torch import nn
     from torch.nn.functional import pad
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AttentionInterface, AttentionMaskInterface
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AttentionInterface, AttentionMaskInterface, DynamicCache
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 NAME = "specbranch"  # of our attention in the registries of Transformers
 _UNKNOWN_FEATURES = ("position_bias", "block_mask", "cu_seq_lens_q")  # of some models' attention, which ours lacks
 _LAYERS = {"full_attention", "sliding_attention", "attention"}  # the kinds of layers that ours can do
+MIXERLESS = {"moe", "mlp"}  # and those in which tokens do not see each other
+_CACHES = ("cache_params", "past_key_values")  # what token mixers call the cache that holds their state
+_PARTS = ("conv_states", "recurrent_states")  # of a layer of such a cache; each has several tensors, or none
 _step: ContextVar[AttentionContext] = ContextVar("specbranch_step")  # not every model hands keywords on to its layers
 
 
@@ -38,6 +47,7 @@ class PlainModel(nn.Module):
         model.set_attn_implementation(NAME)
         self.model = model
         self.config = text_config(model)
+        self.states = _with_states(model)
 
     def forward(
         self, tokens: torch.Tensor, positions: torch.Tensor, outputs: torch.Tensor | None, step: AttentionContext
@@ -154,13 +164,105 @@ class _LanguageModel(nn.Module):
 
 def require_known_attention(model: Any) -> None:
     """Raise `EngineError` if a model has other state than keys and values, or a kind of attention that ours lacks."""
-    name, kinds = type(model).__name__, set(getattr(text_config(model), "layer_types", None) or ())
-    if not model._supports_attention_backend:
+    name, kinds, recurrent = type(model).__name__, layer_kinds(text_config(model)), recurrent_layers(model)
+    if not model._supports_attention_backend and not recurrent:  # those are replaceable, and do not always say so
         raise unsupported(name, "Transformers does not let its attention be replaced")
-    if kinds - _LAYERS:
-        raise unsupported(name, f"it has layers of {', '.join(sorted(kinds - _LAYERS))}")
+    unknown = {kind for layer, kind in kinds.items() if layer not in recurrent} - _LAYERS - MIXERLESS
+    if unknown:
+        raise unsupported(name, f"it has layers of {', '.join(sorted(unknown))}")
     if model._is_stateful and not kinds:  # a family with recurrent layers may have models without any
         raise unsupported(name, "it is recurrent")
+
+
+def _with_states(model: Any) -> StateStore | None:
+    """Replace the forward functions of a model's recurrent layers; return the store of their states, None without."""
+    found = recurrent_layers(model)
+    if not found:
+        return None
+    states, cache = StateStore(str(model.device)), _new_cache(model)
+    for index, module in found.items():
+        _RecurrentLayer(states, cache, index, module)
+    return states
+
+
+class _RecurrentLayer:
+    """A recurrent layer's forward function, for the rows of a step.
+
+    The layer's own code computes: it gets rows as a batch, and a cache of Transformers with the states of these.
+    """
+
+    def __init__(self, states: StateStore, cache: Any, index: int, module: Any) -> None:
+        self._index = index
+        self._states = states
+        self._cache = cache  # shared by all layers: each puts its own states in before it runs
+        self._blank = cache.layers[index]
+        self._continued: Any = None  # a layer with states, but without their tensors
+        self._argument = _cache_argument(module)
+        self._forward = module.forward
+        module.forward = self
+
+    def __call__(self, hidden_states: torch.Tensor, **given: Any) -> torch.Tensor:
+        """Return the layer's output for the tokens of a step [1, tokens, hidden size]."""
+        out = torch.empty_like(hidden_states)
+        for group in self._states.groups:
+            layer = self._cache.layers[self._index] = self._layer(group.sources)
+            given[self._argument] = self._cache
+            is_split = self._states.one_by_one and group.sources is not None
+            for tokens in group.tokens.split(1 if is_split else group.tokens.shape[1], dim=1):
+                out[0, tokens] = self._forward(hidden_states[0, tokens], **given)
+            self._keep(layer, group.targets)
+        self._cache.layers[self._index] = self._blank
+        return out
+
+    def _layer(self, sources: torch.Tensor | None) -> Any:
+        """Return the layer of a cache with copies of the states in `sources`; with None, for new sequences."""
+        if sources is None:
+            return copy.deepcopy(self._blank)
+        layer = _without_tensors(self._continued)
+        for (_, part, number), found in self._states.read(self._index, sources):
+            getattr(layer, part)[number] = found
+        return layer
+
+    def _keep(self, layer: Any, targets: torch.Tensor) -> None:
+        for part in _PARTS:
+            for number, found in getattr(layer, part).items():
+                if found is not None:
+                    self._states.write((self._index, part, number), targets, found)
+        self._continued = self._continued or _without_tensors(layer)
+
+
+def recurrent_layers(model: Any) -> Mapping[int, Any]:
+    """Return the modules in a model that keep the state of a recurrent layer in a cache, by the index of the layer.
+
+    All that Transformers has begin with a convolution. Its older versions have other caches, and none is found.
+    """
+    found = {
+        module.layer_idx: module
+        for module in model.modules()
+        if hasattr(module, "layer_idx") and any(isinstance(child, nn.Conv1d) for child in module.children())
+        if _cache_argument(module)
+    }
+    layers = _new_cache(model).layers if found else []
+    is_known = all(isinstance(getattr(layers[index], part, None), dict) for index in found for part in _PARTS)
+    return found if is_known else {}
+
+
+def _new_cache(model: Any) -> Any:
+    return DynamicCache(config=text_config(model))
+
+
+def _without_tensors(layer: Any) -> Any:
+    """Return a copy of a cache's layer that has its flags, but no state."""
+    layer = copy.copy(layer)
+    for part in _PARTS:
+        setattr(layer, part, dict.fromkeys(getattr(layer, part)))
+    return layer
+
+
+def _cache_argument(module: Any) -> str:
+    """Return what a module calls its cache; empty if it takes none."""
+    known = inspect.signature(module.forward).parameters
+    return next((name for name in _CACHES if name in known), "")
 
 
 def fix_rotary(model: Any, max_tokens: int | None) -> None:
@@ -193,6 +295,11 @@ def sliding_window(config: Any) -> int | None:
     """Return the sliding window in a model's config: how many tokens each token sees at most; None if it sees all."""
     window: int | None = getattr(config, "sliding_window", None)
     return window if getattr(config, "use_sliding_window", True) else None
+
+
+def layer_kinds(config: Any) -> dict[int, str]:
+    """Return the kind of each layer, by its index; empty if a model's config does not say."""
+    return dict(enumerate(getattr(config, "layer_types", None) or ()))
 
 
 def text_config(model: Any) -> Any:

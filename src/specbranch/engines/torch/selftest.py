@@ -12,8 +12,8 @@ from typing import Any
 from specbranch.engines.base import Row
 from specbranch.engines.kv_cache import SlotAllocator
 from specbranch.engines.torch.attention import SpanAttention
-from specbranch.engines.torch.kv_store import KVStore, build_batch
-from specbranch.engines.torch.plain import unsupported
+from specbranch.engines.torch.kv_store import KVStore, step_batch
+from specbranch.engines.torch.plain import UnsupportedModel, unsupported
 from specbranch.engines.torch.step import ForwardPass
 from specbranch.errors import EngineError, first_line
 from specbranch.extensions import optional_import
@@ -78,15 +78,30 @@ class SelfTest:
         return int(found.shape[-1])
 
     def check_model(self, model: Any, arena: KVStore, dtype: str) -> int:
-        """Run the test on a model with our attention, whose keys and values go to `arena`; otherwise like `check`."""
+        """Run the test on a model with our attention, whose keys and values go to `arena`; otherwise like `check`.
+
+        If it fails for a model with recurrent layers, try again with one token at once in these.
+        """
+        states = model.states
+        if states is None or states.one_by_one:
+            return self._check_model(model, arena, dtype)
+        try:
+            return self._check_model(model, arena, dtype)
+        except UnsupportedModel:
+            states.one_by_one = True
+            return self._check_model(model, arena, dtype)
+
+    def _check_model(self, model: Any, arena: KVStore, dtype: str) -> int:
         forward, cells = ForwardPass(model, arena, 1, by_blocks=False), SlotAllocator(NUM_SLOTS, len(self._texts))
+        if model.states is not None:
+            model.states.resize(NUM_SLOTS, NUM_SLOTS)
 
         def step(rows: Sequence[Row]) -> torch.Tensor:
             cells.allocate(rows)
-            batch = build_batch(cells, rows)
-            given = (batch.tokens, batch.positions, batch.slots)
-            tokens, positions, slots = (torch.from_numpy(part).to(arena.device) for part in given)
-            return forward.logits(tokens, positions, slots, SpanAttention(batch, arena.device))[batch.outputs]
+            with step_batch(cells, rows, model.states) as batch:
+                given = (batch.tokens, batch.positions, batch.slots)
+                tokens, positions, slots = (torch.from_numpy(part).to(arena.device) for part in given)
+                return forward.logits(tokens, positions, slots, SpanAttention(batch, arena.device))[batch.outputs]
 
         return self.check(cells.open, cells.fork, step, dtype)
 
