@@ -111,7 +111,7 @@ def words() -> str:
         f"Qwen2.5-Coder-1.5B in int8 with its 0.5B draft model, one request at a time, greedy, at most 64 tokens, {num_prompts} prompts "
         f"of {num_tasks} tasks, all on the same two cores with AVX-512 and without AMX. In brackets are 95 % ranges over the prompts."
     )
-    table = ["| on the same two cores | speed | relative to `suffix` | first token |", "|---|---|---|---|"]
+    table = ["| on the same two cores | speed | relative to `suffix` | time to first token |", "|---|---|---|---|"]
     for name in NAMES:
         speed = "1" if name == BARE else paired(rows[name], rows[BARE])
         to_peer = {BARE: "", PEER: "1"}.get(name) or paired(rows[name], rows[PEER])
