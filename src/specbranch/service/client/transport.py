@@ -34,7 +34,7 @@ from specbranch.service.wire.addresses import (
     is_trusted_socket,
     socket_path,
 )
-from specbranch.service.wire.messages import MAX_REPLY, ErrorReply, Reply, Request, encode
+from specbranch.service.wire.messages import MAX_REPLY, VERSION, Reply, Request, encode
 
 log = logging.getLogger(__name__)
 _MAX_BATCH = 16  # messages that are taken from a transport at once, which is what a socket holds
@@ -160,12 +160,13 @@ class MessageChannel:
         self._num_in_a_row = 0
         self._since_s = clock()
 
-    def send(self, message: Request) -> bool:
+    def send(self, message: Request, version: int = VERSION) -> bool:
         """Send a message without waiting; return False if that is impossible, as when no service is connected.
 
-        After such a failure, reconnect, unless the last connection was made less than five seconds ago.
+        `version` is the one of the wire that the service reads. After such a failure, reconnect, unless the last
+        connection was made less than five seconds ago.
         """
-        if self._transport.send(encode(message)):
+        if self._transport.send(encode(message, version)):
             return True
         if self._clock() - self._since_s > _RENEWAL_S:
             self._reconnect()
@@ -197,8 +198,6 @@ class MessageChannel:
                 replies.append(None)
             else:
                 replies.append(reply)
-                if isinstance(reply, ErrorReply):
-                    self._warn("the draft service refused: %.200r", reply.reason)
             if self._clock() >= end_s:
                 break
             if is_more and not self._backlog:

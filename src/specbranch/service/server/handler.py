@@ -32,6 +32,7 @@ from specbranch.service.server.tenants import ClientActivity
 from specbranch.service.wire.messages import (
     MAX_AHEAD,
     MAX_REPLY,
+    OLDEST_VERSION,
     VERSION,
     DraftReply,
     Drain,
@@ -49,6 +50,7 @@ from specbranch.service.wire.messages import (
     StepRequest,
     StepRow,
     Welcome,
+    common_version,
     decode_request,
 )
 
@@ -191,11 +193,16 @@ class RequestHandler:
         return (client, ErrorReply("the service failed on this message; see its log"))
 
     def _serve_hello(self, client: Client, hello: Hello, _: bytes) -> Iterable[Answer]:
-        if hello.version != VERSION:
-            raise FrameError(f"the client speaks version {hello.version}, this service {VERSION}; update the older one")
+        version = common_version(hello)
+        if version is None:
+            raise FrameError(
+                f"the client speaks version {hello.version}, this service {VERSION} and {OLDEST_VERSION}; "
+                "update the older one"
+            )
+        self.lookup.tenants.greet(client, version)
         info, is_draining = self._info, self._store.is_draining
         name, fingerprint = info.model[-256:], info.vocab_fingerprint
-        return [(client, Welcome(VERSION, hello.round, name, info.vocab_len, fingerprint, is_draining))]
+        return [(client, Welcome(version, hello.round, name, info.vocab_len, fingerprint, is_draining))]
 
     def _serve_open(self, client: Client, request: OpenSequences, user: bytes) -> Iterable[Answer]:
         activity = self._activity(client, request.namespace)

@@ -210,7 +210,7 @@ class Server:
     def _send(self, router: Router, answers: Iterable[Answer]) -> None:
         for client, reply in answers:
             try:
-                router.send(client, encode(reply))
+                router.send(client, encode(reply, self.handler.lookup.tenants.version(client)))
             except zmq.ZMQError as error:
                 log.debug("an answer was not sent, because its client has gone: %s", error)
 
