@@ -23,19 +23,31 @@ import numpy as np
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 from benchmarks import pool
-from specbranch.launch.child import Child
+from specbranch.launch.child import PIPE, Child
 from specbranch.machine import provenance
 
 RESULT = Path(__file__).parent / "rolling.json"
 NUM_SERVICES, NUM_TARGETS = 2, 4
+# Longer steps than in `pool.py`: the new process of a service then takes less from the cores that all share.
+pool.DRAFT_STEP_S, pool.TARGET_STEP_S, pool.DEADLINE_S = 0.02, 0.125, 0.125
 UPDATES_S = (10.0, 27.0)  # when each service is drained
 LOW = 0.8  # of the hit rate before
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--serve", metavar="ADDRESS", help=argparse.SUPPRESS)
+    parser.add_argument("--target", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--addresses", nargs="+", help=argparse.SUPPRESS)
+    parser.add_argument("--begin", type=float, help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path, default=RESULT)
     args = parser.parse_args()
+    if args.serve:
+        pool.serve(args.serve)
+        return
+    if args.target is not None:
+        pool.decode(args.target, args.addresses, args.begin, args.out)
+        return
     document = measure()
     args.out.write_text(json.dumps(document, indent=1) + "\n")
     print(json.dumps({name: document[name] for name in document if name not in ("hit_rates", "provenance")}))
@@ -46,7 +58,7 @@ def measure() -> dict[str, Any]:
     source = provenance()
     with tempfile.TemporaryDirectory(prefix="specbranch-") as name:
         addresses = [f"ipc://{name}/{number}.sock" for number in range(NUM_SERVICES)]
-        children = [pool.start(address) for address in addresses]
+        children = [start(address) for address in addresses]
         targets: list[Child] = []
         try:
             for address, child in zip(addresses, children, strict=True):
@@ -55,7 +67,7 @@ def measure() -> dict[str, Any]:
             outs = [Path(name) / f"{target}.json" for target in range(NUM_TARGETS)]
             words = ["--begin", str(begin_s), "--addresses", *addresses]
             for target, out in enumerate(outs):
-                command = [sys.executable, pool.__file__, "--target", str(target), "--out", str(out), *words]
+                command = [sys.executable, __file__, "--target", str(target), "--out", str(out), *words]
                 targets.append(Child(command))
             updates = [update(number, addresses, children, begin_s) for number in range(NUM_SERVICES)]
             for one in targets:
@@ -68,6 +80,10 @@ def measure() -> dict[str, Any]:
     return {"provenance": source, "load": round(os.getloadavg()[0], 1), "updates": updates, **figures(runs)}
 
 
+def start(address: str) -> Child:
+    return Child([sys.executable, __file__, "--serve", address], stdin=PIPE)
+
+
 def update(number: int, addresses: Sequence[str], children: list[Child], begin_s: float) -> dict[str, float | None]:
     """Update one service: drain it, wait until it is idle, stop it, start it again. When all of this was."""
     address = addresses[number]
@@ -77,7 +93,7 @@ def update(number: int, addresses: Sequence[str], children: list[Child], begin_s
     idle_s = pool.await_empty(address, begin_s)
     children[number].kill()
     stopped_s = time.monotonic() - begin_s
-    children[number] = pool.start(address)
+    children[number] = start(address)
     pool.await_service(address, children[number])
     moments = {"drained": drained_s, "idle": idle_s, "stopped": stopped_s, "back": time.monotonic() - begin_s}
     return {name: None if at_s is None else round(at_s, 2) for name, at_s in moments.items()}

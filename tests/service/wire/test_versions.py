@@ -17,7 +17,8 @@ from typing import Any
 
 import pytest
 
-from specbranch.service.client.client import AgreedVersion
+from specbranch.service.client.client import AgreedVersion, DraftClient
+from specbranch.service.client.interface import ClientOptions
 from specbranch.service.wire import messages
 from specbranch.service.wire.messages import (
     OLDEST_VERSION,
@@ -27,6 +28,7 @@ from specbranch.service.wire.messages import (
     ErrorReply,
     FrameError,
     Hello,
+    OpenSequences,
     Reply,
     Request,
     Welcome,
@@ -142,6 +144,42 @@ def test_once_agreed_an_error_is_one_of_the_service() -> None:
 
     assert agreed.version == VERSION
     assert not agreed.is_refusal(ErrorReply("no planner is called x"))
+
+
+class Kept:
+    """A transport that keeps what is sent, and nothing comes."""
+
+    def __init__(self) -> None:
+        self.frames: list[bytes] = []
+
+    def send(self, frame: bytes) -> bool:
+        self.frames.append(frame)
+        return True
+
+    def receive(self, max_messages: int) -> list[list[bytes]]:
+        return []
+
+    def await_readable(self, timeout_s: float) -> bool:
+        return False
+
+    def await_writable(self, timeout_s: float) -> None:
+        pass
+
+    def reconnect(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+def test_a_client_offers_both_versions_before_anything_else() -> None:
+    transport = Kept()
+    client = DraftClient(ClientOptions("ipc:///nowhere", "pearl"), transport=transport)
+    client.announce_prompts([[1, 2]])
+    first, second = map(decode_request, transport.frames)
+
+    assert first == Hello(VERSION, 0, OLDEST_VERSION)
+    assert isinstance(second, OpenSequences)
 
 
 def git(*words: str) -> bytes:

@@ -133,6 +133,8 @@ def draft(
         options.on_progress("timing draft steps")
         server.runner.measure()
         try:
+            if keys is not None and not sys.stdin.isatty():  # at a terminal this signal says that it was closed
+                signal.signal(signal.SIGHUP, lambda *_: server.reload_keys())
             _serve(server, (metrics_host, metrics_port) if metrics_port else None, until_eof)
         finally:
             if timeline_recorder is not None and timeline is not None:

@@ -145,7 +145,8 @@ class ServiceConnection:
 
         The state is the service's vocabulary, its sessions, and whether it is draining.
         """
-        self.is_connected = self.channel.send(message, self._versions.version)
+        version = message.version if isinstance(message, Hello) else self._versions.version
+        self.is_connected = self.channel.send(message, version)
         if not self.is_connected:
             self._versions = AgreedVersion()
             self.vocabulary.reset()

@@ -69,13 +69,13 @@ class HandlerOptions:
     """The service's settings, the longest wait for a draft, and the key that may drain the service.
 
     To drain is to stop new sequences. `settings` has the values that the service was started with, for
-    `OverviewRequest`. `owner` is the public key that may drain the service, empty if the service uses no keys, or None
-    if no client may.
+    `OverviewRequest`. `owner` returns the public key that may drain the service, empty if the service uses no keys, or
+    None if no client may.
     """
 
     settings: Mapping[str, str | int] = field(default_factory=dict)
     max_wait_s: float = 1.0
-    owner: bytes | None = b""
+    owner: Callable[[], bytes | None] = lambda: b""
 
 
 class RequestHandler:
@@ -214,7 +214,7 @@ class RequestHandler:
 
         Raise `FrameError` if the client does not have the owner's key.
         """
-        if user != self._options.owner:
+        if user != self._options.owner():
             raise FrameError("only the key that was made with the service's own (client.key) may drain it")
         is_change = self._store.is_draining != request.is_on
         self._store.is_draining = request.is_on
