@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import random
 import shutil
+import signal
 import threading
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import zmq.auth
 from typer.testing import CliRunner
 
 from specbranch.cli import app
+from specbranch.cli.commands.draft import reload_keys_on_hangup
 from specbranch.service.client.client import DraftClient
 from specbranch.service.client.interface import ClientOptions
 from specbranch.service.client.stats import ServiceStatus, StatsClient
@@ -357,6 +359,24 @@ def test_a_target_goes_on_with_its_new_key_when_the_old_one_is_removed(
         assert client.counts.faults == client.counts.refused == 0
         walk.assert_text_is_the_targets()
         assert service.owner() == zmq.auth.load_certificate(tmp_path / "new" / "client.key")[0]
+
+
+def test_a_hangup_signal_asks_the_service_to_read_its_keys(tmp_path: Path) -> None:
+    num_asked = 0
+
+    class Asked(Server):
+        def reload_keys(self) -> None:
+            nonlocal num_asked
+            num_asked += 1
+
+    before = signal.getsignal(signal.SIGHUP)
+    try:
+        reload_keys_on_hangup(Asked(ScriptedEngine(DRAFT), ServiceOptions(f"ipc://{tmp_path}/draft.sock")))
+        signal.raise_signal(signal.SIGHUP)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+    assert num_asked == 1
 
 
 def test_keys_are_read_at_once_when_the_service_is_asked_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
