@@ -182,6 +182,16 @@ def test_a_client_offers_both_versions_before_anything_else() -> None:
     assert isinstance(second, OpenSequences)
 
 
+def test_an_error_that_was_taken_for_a_refusal_costs_no_version() -> None:
+    """It was on its way already when the client greeted anew."""
+    agreed = AgreedVersion()
+    agreed.hello(1)
+    assert agreed.is_refusal(ErrorReply("no planner is called x"))
+    agreed.agree(Welcome(VERSION, 1, "new", 50))
+
+    assert agreed.hello(2) == Hello(VERSION, 2, OLDEST_VERSION)
+
+
 def git(*words: str) -> bytes:
     done = subprocess.run(["git", *words], cwd=ROOT, capture_output=True, check=False)
     return done.stdout if done.returncode == 0 else b""

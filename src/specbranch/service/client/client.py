@@ -263,6 +263,7 @@ class AgreedVersion:
     def agree(self, welcome: Welcome) -> None:
         """Speak the version of this message from now on."""
         self.version, self.is_agreed, self._num_offers = min(welcome.version, VERSION), True, 0
+        self._is_old = self._is_old and self.version == OLDEST_VERSION
 
     def is_refusal(self, reply: Reply | None) -> bool:
         """Return whether a reply refuses a greeting in both versions, as services of version 12 do; if so, note that.
