@@ -30,7 +30,8 @@ _SURE = Distribution((7, 8), (0.75, 0.25), 0.56)
 def _request() -> Iterator[bytes]:
     sampling = messages.WireSampling(0.8, 0.95, 40, 12345)
     row = messages.StepRow(_NAME, [1, 2, 3], _NAME, 2, messages.WireHint(1), [4, 5], sampling, 3, True)
-    yield messages.encode(messages.Hello(messages.VERSION, 1))
+    yield messages.encode(messages.Hello(messages.VERSION, 1, messages.OLDEST_VERSION))
+    yield messages.encode(messages.Hello(messages.OLDEST_VERSION, 1), messages.OLDEST_VERSION)
     yield messages.encode(
         messages.StepRequest(
             2, b"me", 20.0, [row, messages.StepRow(_NAME, [9], _NAME, 0)], 5000, messages.OtherRows(2, 5, 3)
@@ -50,7 +51,8 @@ def _reply() -> Iterator[bytes]:
     probs = pack_probs([_SURE, None])
     ahead = messages.PrefetchRow(_NAME, [messages.VerdictDraft([1, 2], [7, 8], probs)])
     counts = dict.fromkeys(messages.StatsReply.__struct_fields__, 5)
-    yield messages.encode(messages.Welcome(messages.VERSION, 1, "small", 1000, bytes(range(8))))
+    for version in (messages.VERSION, messages.OLDEST_VERSION):
+        yield messages.encode(messages.Welcome(version, 1, "small", 1000, bytes(range(8))), version)
     yield messages.encode(messages.DraftReply(2, [[7, 8], None], [probs, b""]))
     yield messages.encode(messages.PrefetchPush([ahead]))
     yield messages.encode(messages.ErrorReply("no planner is called x"))

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import random
+import shutil
+import signal
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +16,12 @@ import zmq.auth
 from typer.testing import CliRunner
 
 from specbranch.cli import app
+from specbranch.cli.commands.draft import reload_keys_on_hangup
 from specbranch.service.client.client import DraftClient
 from specbranch.service.client.interface import ClientOptions
 from specbranch.service.client.stats import ServiceStatus, StatsClient
 from specbranch.service.client.transport import dealer_socket
+from specbranch.service.server.listener import ClientKeyring
 from specbranch.service.server.server import Server, ServiceOptions
 from specbranch.service.wire.addresses import AddressError, ClientKeys, ServiceKeys, default_address, make_keys
 from specbranch.service.wire.messages import VERSION, ErrorReply, Hello, Welcome, decode_reply, encode
@@ -275,3 +280,141 @@ def test_over_tcp_a_namespace_belongs_to_the_key_of_its_client(tmp_path: Path) -
                 sessions[owner] = stats_client.stats.sessions
 
     assert sessions == {"ours": 1, "theirs": 0}
+
+
+def key_owners(directory: Path, *names: str) -> ServiceKeys:
+    """Keys of clients with these names, and those of the service of the first one."""
+    for name in names:
+        make_keys(directory / name)
+    return ServiceKeys(directory / names[0] / "service.key_secret", directory / names[0] / "clients")
+
+
+def options_of(directory: Path, owner: str, address: str, service: str = "ours") -> ClientOptions:
+    keys = ClientKeys(directory / owner / "client.key_secret", directory / service / "service.key")
+    return ClientOptions(address, "pearl", {"gamma": 4}, keys=keys, deadline_s=0.2)
+
+
+def is_served(options: ClientOptions, patience_s: float) -> bool:
+    with contextlib.closing(DraftClient(options)) as client:
+        return client.hello(patience_s) is not None
+
+
+def test_a_key_that_is_added_is_served_without_a_restart(tmp_path: Path) -> None:
+    service = key_owners(tmp_path, "ours", "theirs")
+    with tcp_service(service) as address:
+        options = options_of(tmp_path, "theirs", address)
+        assert not is_served(options, 0.5)
+        shutil.copy(tmp_path / "theirs" / "client.key", service.clients / "theirs.key")
+
+        wait_for(lambda: is_served(options, 0.5))
+
+
+def test_a_key_that_is_removed_cuts_its_connections_and_no_others(tmp_path: Path) -> None:
+    service = key_owners(tmp_path, "ours", "theirs")
+    shutil.copy(tmp_path / "theirs" / "client.key", service.clients / "theirs.key")
+    with (
+        tcp_service(service) as address,
+        contextlib.closing(DraftClient(options_of(tmp_path, "ours", address))) as kept,
+        contextlib.closing(DraftClient(options_of(tmp_path, "theirs", address))) as revoked,
+    ):
+        walks = [Walk(kept, [1, 2]), Walk(revoked, [3, 4])]
+        for walk in walks:
+            walk_until_accepted(walk)
+        before = kept.counts.unreachable, revoked.counts.unreachable
+        (service.clients / "theirs.key").unlink()
+        walks[1].step_until(lambda: revoked.counts.unreachable > before[1])
+        num_accepted = walks[1].num_accepted
+        walk_until_accepted(walks[0])
+        for _ in range(20):
+            walks[1].step()
+
+        assert walks[1].num_accepted == num_accepted
+        assert not is_served(options_of(tmp_path, "theirs", address), 0.5)
+        assert kept.counts.unreachable == before[0]
+        assert kept.counts.refused == kept.counts.faults == revoked.counts.faults == 0
+        for walk in walks:
+            walk.assert_text_is_the_targets()
+
+
+def test_a_target_goes_on_with_its_new_key_when_the_old_one_is_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("specbranch.service.client.transport._RENEWAL_S", 0.2)
+    service = key_owners(tmp_path, "ours", "new")
+    with (
+        tcp_service(service) as address,
+        contextlib.closing(DraftClient(options_of(tmp_path, "ours", address))) as client,
+    ):
+        walk = Walk(client, [1, 2])
+        walk_until_accepted(walk)
+        shutil.copy(tmp_path / "new" / "client.key", service.clients / "new.key")
+        wait_for(lambda: is_served(options_of(tmp_path, "new", address), 0.5))
+        shutil.copy(tmp_path / "new" / "client.key_secret", tmp_path / "ours" / "client.key_secret")
+        walk_until_accepted(walk)
+        before = client.counts.unreachable
+        (service.clients / "new.key").replace(service.clients / "client.key")
+        walk.step_until(lambda: client.counts.unreachable > before)
+        walk_until_accepted(walk)
+
+        assert client.counts.faults == client.counts.refused == 0
+        walk.assert_text_is_the_targets()
+        assert service.owner() == zmq.auth.load_certificate(tmp_path / "new" / "client.key")[0]
+
+
+def test_a_hangup_signal_asks_the_service_to_read_its_keys(tmp_path: Path) -> None:
+    num_asked = 0
+
+    class Asked(Server):
+        def reload_keys(self) -> None:
+            nonlocal num_asked
+            num_asked += 1
+
+    before = signal.getsignal(signal.SIGHUP)
+    try:
+        reload_keys_on_hangup(Asked(ScriptedEngine(DRAFT), ServiceOptions(f"ipc://{tmp_path}/draft.sock")))
+        signal.raise_signal(signal.SIGHUP)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+    assert num_asked == 1
+
+
+def test_keys_are_read_at_once_when_the_service_is_asked_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("specbranch.service.server.server._CHECK_S", 1e9)
+    service = key_owners(tmp_path, "ours", "theirs")
+    address = f"tcp://127.0.0.1:{free_port()}"
+    server = Server(ScriptedEngine(DRAFT), ServiceOptions(address, service))
+    thread = threading.Thread(target=server.serve)
+    thread.start()
+    try:
+        options = options_of(tmp_path, "theirs", address)
+        assert is_served(options_of(tmp_path, "ours", address), PATIENCE_S)
+        shutil.copy(tmp_path / "theirs" / "client.key", service.clients / "theirs.key")
+        assert not is_served(options, 2.0)
+        server.reload_keys()
+
+        wait_for(lambda: is_served(options, 0.5))
+    finally:
+        server.stop()
+        thread.join(PATIENCE_S)
+
+
+def test_keys_that_cannot_be_read_now_stay_as_they_were(tmp_path: Path) -> None:
+    """A file may be half written, and a directory may be exchanged."""
+    service = key_owners(tmp_path, "ours", "theirs")
+    keyring = ClientKeyring(service.clients)
+    (ours,) = keyring.keys
+    (service.clients / "half.key").write_text("metadata\n")
+    (service.clients / "client.key").write_text("metadata\n")
+    keyring.refresh()
+    assert keyring.keys == {ours}
+    shutil.copy(tmp_path / "theirs" / "client.key", service.clients / "half.key")
+    keyring.refresh()
+    assert len(keyring.keys) == 2 and ours in keyring.keys
+    service.clients.rename(tmp_path / "away")
+    keyring.refresh()
+    assert len(keyring.keys) == 2
+    service.clients.mkdir()
+    keyring.refresh()
+
+    assert keyring.keys == frozenset() and not keyring.callback("", ours)

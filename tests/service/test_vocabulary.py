@@ -113,7 +113,7 @@ def test_a_prompt_is_told_of_at_once_and_the_draft_is_known_before_the_first_ste
     assert client.watched.await_readable(PATIENCE_S)
 
     assert proposed(client, ROW) == [[5]]
-    assert draft.kinds() == [OpenSequences, Hello, StepRequest]
+    assert draft.kinds() == [Hello, OpenSequences, StepRequest]
 
 
 def test_no_draft_is_taken_from_a_service_that_does_not_say_what_it_is(client: DraftClient, draft: Draft) -> None:

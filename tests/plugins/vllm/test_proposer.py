@@ -91,6 +91,16 @@ def tokens(*rows: list[int]) -> tuple[Any, Any]:
     return np.array([len(row) for row in rows] + [0, 0]), table
 
 
+def test_a_plugin_that_is_switched_off_contacts_nobody_and_proposes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SPECBRANCH_ENABLED", "0")
+    proposer = proposer_with(monkeypatch, pad="on", planner="pearl")
+    lengths, table = tokens([1, 2, 3], [4, 5])
+
+    assert proposer.core._client is None and not proposer.core.is_on
+    assert proposer.core.settings.address is None
+    assert proposer.propose([[3], [5]], lengths, table) == [[], []]
+
+
 def test_rows_in_chunked_prefill_get_nothing_and_are_not_told(monkeypatch: pytest.MonkeyPatch) -> None:
     proposer = proposer_with(monkeypatch)
     lengths, table = tokens([1, 2, 3], [4, 5], [6, 7, 8, 9])

@@ -18,6 +18,7 @@ from specbranch.plugins.vllm.settings import (
     ProposerSettings,
     TargetError,
     check_target,
+    plugin_settings,
     proposer_arguments,
     read_settings,
 )
@@ -134,3 +135,43 @@ def test_a_hybrid_target_is_refused_where_vllm_answers_wrongly(
     monkeypatch.setattr("specbranch.plugins.vllm.installed.version", lambda: "0.32.0+cu129")
     check_target(config(True, "cuda"))
     assert "drafts are untested with it" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("given", "address"),
+    [
+        ("tcp://draft:5757", "tcp://draft:5757"),
+        ("tcp://a:5757, tcp://b:5757,", ["tcp://a:5757", "tcp://b:5757"]),
+        ("", ProposerSettings().address),
+    ],
+)
+def test_the_environment_names_the_service_where_the_section_does_not(given: str, address: str | list[str]) -> None:
+    environment = {"SPECBRANCH_ADDRESS": given, "SPECBRANCH_KEYS": "/keys"}
+
+    assert plugin_settings({"planner": "pearl"}, environment) == ProposerSettings(
+        address=address, keys="/keys", planner="pearl"
+    )
+
+
+@pytest.mark.parametrize("address", ["ipc:///ours", ["ipc:///one", "ipc:///two"], None])
+def test_the_section_wins_over_the_environment(address: str | list[str] | None) -> None:
+    environment = {"SPECBRANCH_ADDRESS": "tcp://draft:5757", "SPECBRANCH_KEYS": "/keys", "SPECBRANCH_ENABLED": "1"}
+    settings = plugin_settings({"address": address, "keys": "/ours"}, environment)
+
+    assert settings == ProposerSettings(address=address, keys="/ours")
+
+
+def test_without_variables_the_section_is_all(caplog: pytest.LogCaptureFixture) -> None:
+    assert plugin_settings({}, {"SPECBRANCH_ENABLED": ""}) == ProposerSettings()
+    with pytest.raises(SettingError, match="give a table of settings"):
+        plugin_settings(7, {"SPECBRANCH_ADDRESS": "ipc:///draft"})
+
+
+def test_the_plugin_can_be_switched_off_by_the_environment() -> None:
+    section = {"address": "ipc:///ours", "planner": "pearl", "settings": {"gamma": 3}, "pad": "on", "runner": "auto"}
+    settings = plugin_settings(section, {"SPECBRANCH_ENABLED": "0"})
+
+    assert (settings.address, settings.planner, settings.pad, settings.runner) == (None, "none", "off", "auto")
+    assert settings.checked_settings(5) == {} and settings.text_drafter(5) is None
+    with pytest.raises(SettingError, match="SPECBRANCH_ENABLED is 'no'; it takes 0 or 1"):
+        plugin_settings(section, {"SPECBRANCH_ENABLED": "no"})

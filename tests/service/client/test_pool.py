@@ -337,7 +337,7 @@ def drain(*words: str) -> tuple[int, str]:
     return done.exit_code, done.stdout or done.stderr
 
 
-def test_a_drained_service_finishes_its_texts_and_gets_no_new_ones(tmp_path: Path) -> None:
+def test_a_drained_service_gets_no_new_texts_and_moves_the_running_ones_at_their_next_step(tmp_path: Path) -> None:
     addresses = sockets(tmp_path, "one", "two")
     old, new, late = prompts_for(addresses, 0, 3)
     with serving(addresses) as (one, two), pool_of(addresses, deadline_s=PATIENCE_S) as pool:
@@ -348,16 +348,69 @@ def test_a_drained_service_finishes_its_texts_and_gets_no_new_ones(tmp_path: Pat
         pool.announce_prompts([new])
         other = Walk(pool, new)
         walk_until_accepted(other)
-        walk_until_accepted(walk)
         assert texts_at(one) == {tuple(old)} and texts_at(two) == {tuple(new)}
-        assert pool.counts.rerouted == 0
+        walk_until_accepted(walk)
+        assert texts_at(two) == {tuple(new), tuple(old)}
+        (moved,) = (session for session in two.store.snapshot() if session.core.tokens[:3] == old)
+        assert moved.core.tokens[: len(walk.tokens)] == walk.tokens[: len(moved.core.tokens)], "in full"
+        assert pool.counts.rerouted == 1
 
         assert drain(addresses[0], "--undo")[0] == 0
         wait_for(lambda: pool.propose([]) == [] and not pool._services[0].connection.is_draining)
         walk_until_accepted(Walk(pool, late))
+        walk_until_accepted(walk)  # it stays where it went
         assert texts_at(one) == {tuple(old), tuple(late)}
+        assert pool.counts.rerouted == 1
         walk.assert_text_is_the_targets()
         other.assert_text_is_the_targets()
+
+
+def test_where_all_services_drain_each_keeps_its_texts(tmp_path: Path) -> None:
+    addresses = sockets(tmp_path, "one", "two")
+    with serving(addresses) as (one, two), pool_of(addresses, deadline_s=PATIENCE_S) as pool:
+        walks = [Walk(pool, prompts_for(addresses, service)[0]) for service in range(2)]
+        for walk in walks:
+            walk_until_accepted(walk)
+        for address in addresses:
+            assert drain(address)[0] == 0
+        wait_for(lambda: pool.propose([]) == [] and all(one.connection.is_draining for one in pool._services))
+        for walk in walks:
+            walk_until_accepted(walk)
+
+        assert [texts_at(server) for server in (one, two)] == [{tuple(walk.prompt)} for walk in walks]
+        assert pool.counts.rerouted == 0
+
+
+def test_services_are_updated_one_by_one_and_no_call_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drain, stop and start again, first one and then the other, while four texts go on."""
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+    with scripted_service(tmp_path / "one") as one, scripted_service(tmp_path / "two") as two:
+        addresses = [one.address, two.address]
+        with pool_of(addresses) as pool:
+            waits = watch_waits(monkeypatch)
+            walks = [Walk(pool, text) for service in range(2) for text in prompts_for(addresses, service, 2)]
+            for number, service in enumerate((one, two)):
+                for walk in walks:
+                    walk_until_accepted(walk)
+                assert drain(service.address)[0] == 0
+                at_service = pool._services[number]
+                walks[0].step_until(lambda at_service=at_service: at_service.connection.is_draining)  # type: ignore[misc]
+                for walk in walks:
+                    walk_until_accepted(walk)
+                assert service.stop() == 0
+                for walk in walks:
+                    walk_until_accepted(walk)
+                service.start()
+                service.wait_until_up()
+                wait_for(lambda: pool.propose([]) == [] and pool._flaws == [None, None], pool._flaws)
+            for walk in walks:
+                walk_until_accepted(walk)
+                walk.assert_text_is_the_targets()
+
+            assert (pool.counts.faults, pool.counts.refused, pool.counts.other_vocab) == (0, 0, 0)
+            assert pool.counts.rerouted >= len(walks)
+    assert max(timeout_s for _, timeout_s in waits) <= DEADLINE_S
 
 
 def test_a_text_that_a_draining_service_has_forgotten_goes_on_elsewhere(tmp_path: Path) -> None:

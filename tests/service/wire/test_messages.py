@@ -17,6 +17,7 @@ from specbranch.service.wire.messages import (
     MAX_REPLY,
     MAX_ROWS,
     MAX_SEQUENCE,
+    OLDEST_VERSION,
     VERSION,
     DraftReply,
     Drain,
@@ -58,6 +59,7 @@ def stats_reply(*values: int) -> StatsReply:
 
 REQUESTS: list[Request] = [
     Hello(VERSION, 7),
+    Hello(VERSION, 7, OLDEST_VERSION),
     StepRequest(8, b"ours", 12.5, [StepRow(NAME, [4, 5], Digest([1, 2, 3, 4, 5]).name, 2)]),
     StepRequest(9, b"x" * 64, 0.0, [StepRow(NAME, [70_000], NAME, 0)] * 3),
     StepRequest(10, b"ours", 1.0, [StepRow(NAME, [4], NAME, 0, WireHint(2)), StepRow(NAME, [4], NAME, 0)]),

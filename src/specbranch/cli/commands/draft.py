@@ -133,6 +133,8 @@ def draft(
         options.on_progress("timing draft steps")
         server.runner.measure()
         try:
+            if keys is not None and not sys.stdin.isatty():  # at a terminal this signal says that it was closed
+                reload_keys_on_hangup(server)
             _serve(server, (metrics_host, metrics_port) if metrics_port else None, until_eof)
         finally:
             if timeline_recorder is not None and timeline is not None:
@@ -161,6 +163,11 @@ def _serve(server: Server, metrics_at: tuple[str, int] | None, until_eof: bool) 
     finally:
         if metrics is not None:
             metrics.shutdown()
+
+
+def reload_keys_on_hangup(server: Server) -> None:
+    """Let the server read its clients' keys again when this process gets the signal SIGHUP."""
+    signal.signal(signal.SIGHUP, lambda *_: server.reload_keys())
 
 
 def _stop_at_eof(server: Server) -> None:

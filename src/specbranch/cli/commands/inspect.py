@@ -153,10 +153,10 @@ def drain(
     undo: Annotated[bool, typer.Option("--undo", help="Accept new requests again.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Let a draft service finish active requests and accept no new ones, so that it can be stopped.
+    """Let a draft service accept no new requests, so that it can be stopped.
 
-    Targets with several draft services send new requests to the others; a target with this one only decodes them
-    without drafts.
+    Targets with several draft services move their requests to the others. A target with this one only gets drafts for
+    its running requests until they end, and decodes new ones without drafts.
     Exit code 1: it does not answer, or requests are still active after --wait.
     """
     with friendly_errors(SpecBranchError, OSError), exit_if_unavailable(address, as_json):

@@ -6,12 +6,13 @@ import atexit
 import functools
 import importlib.util
 import logging
+import os
 import sys
 from collections.abc import Callable
 from typing import Any
 
 from specbranch.plugins.vllm import compat
-from specbranch.plugins.vllm.settings import METHOD, PROPOSER, RunnerError, read_settings
+from specbranch.plugins.vllm.settings import METHOD, PROPOSER, RunnerError, plugin_settings
 
 log = logging.getLogger("vllm.specbranch")  # below vLLM's own logger, to share its level and format
 _CARRIER_METHOD = "ngram_gpu"
@@ -99,7 +100,7 @@ def choose_runner(vllm_config: Any) -> None:
     speculative = vllm_config.speculative_config
     if speculative is None or speculative.method != METHOD or speculative.model != PROPOSER:
         return
-    settings = read_settings(compat.own_config(vllm_config))
+    settings = plugin_settings(compat.own_config(vllm_config), os.environ)
     cause = None
     if settings.runner == "v1":
         cause = "`runner` is 'v1'"

@@ -8,6 +8,7 @@ hook passes rows without their requests, so the patched runner passes itself to 
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,7 +18,7 @@ from specbranch.plugins.vllm import compat
 from specbranch.plugins.vllm.compat import BatchRow, StepInfo
 from specbranch.plugins.vllm.hidden_states import FeatureHook
 from specbranch.plugins.vllm.proposer import BatchDrafter
-from specbranch.plugins.vllm.settings import ProposerSettings, read_settings
+from specbranch.plugins.vllm.settings import ProposerSettings, plugin_settings
 
 _MAX_PADDED = 128  # tokens of a step; up to this number, more tokens cost a GPU next to nothing
 _Array = np.ndarray[Any, np.dtype[Any]]
@@ -30,7 +31,7 @@ class SpecBranchProposer:
     """
 
     def __init__(self, vllm_config: Any) -> None:
-        settings = read_settings(compat.own_config(vllm_config))
+        settings = plugin_settings(compat.own_config(vllm_config), os.environ)
         if settings.runner == "v2":
             compat.check_runner(vllm_config)
         self._vllm_config = vllm_config

@@ -12,6 +12,7 @@ verified as if its probability were 1, which is exact too.
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -32,7 +33,7 @@ from specbranch.plugins.vllm.runner_v2_device import (
     has_room,
     pack,
 )
-from specbranch.plugins.vllm.settings import ProposerSettings, read_settings
+from specbranch.plugins.vllm.settings import ProposerSettings, plugin_settings
 
 log = logging.getLogger(__name__)
 
@@ -51,7 +52,7 @@ class Speculator:
     def __init__(self, vllm_config: Any, device: Any, req_states: Any) -> None:
         import torch
 
-        self._core = BatchDrafter(vllm_config, read_settings(compat.own_config(vllm_config)))
+        self._core = BatchDrafter(vllm_config, plugin_settings(compat.own_config(vllm_config), os.environ))
         compat.check_context_parallelism(vllm_config)
         compat.wrap_runners()  # on all ranks: each reads how requests sample
         self._device = device

@@ -31,6 +31,8 @@ METHOD = "custom_class"  # of `speculative_config`: vLLM's hook for proposers li
 PROPOSER = "specbranch.plugins.vllm.SpecBranchProposer"
 SECTION = "specbranch"  # our key in vLLM's `additional_config`
 KEY = "specbranch_gamma"
+# Environment variables for settings that our section does not name.
+ADDRESS, KEYS, ENABLED = "SPECBRANCH_ADDRESS", "SPECBRANCH_KEYS", "SPECBRANCH_ENABLED"
 _HYBRID_SINCE = (0, 32)  # the first vLLM without reports of wrong answers of hybrid targets with drafts
 _ONE_PROCESS = "uni"
 _EVERY_RANK = "external_launcher"
@@ -83,6 +85,37 @@ def read_settings(section: Any) -> ProposerSettings:
         if isinstance(error.__cause__, SettingError):
             raise error.__cause__ from error
         raise SettingError(f"additional_config['specbranch'] has a wrong value: {error}") from error
+
+
+def plugin_settings(section: Any, environment: Mapping[str, str]) -> ProposerSettings:
+    """Return the settings of the plugin: those of our section, and where it names no value, the environment's.
+
+    `SPECBRANCH_ADDRESS` may name several services, separated by commas, and `SPECBRANCH_KEYS` a directory. With
+    `SPECBRANCH_ENABLED=0` nothing is drafted and no service is contacted. An empty variable counts as unset. Raise
+    `SettingError` for a wrong value.
+    """
+    if isinstance(section, Mapping):
+        found = {"address": _addresses(environment.get(ADDRESS, "")), "keys": environment.get(KEYS)}
+        section = {**{name: value for name, value in found.items() if value}, **section}
+    settings = read_settings(section)
+    switch = environment.get(ENABLED) or "1"
+    if switch not in ("0", "1"):
+        raise SettingError(f"{ENABLED} is {switch!r}; it takes 0 or 1")
+    if switch == "1":
+        return settings
+    _log_disabled()
+    return ProposerSettings(address=None, planner="none", is_gated=False, pad="off", runner=settings.runner)
+
+
+def _addresses(text: str) -> str | list[str] | None:
+    """Return the one address in a text, a list of several that commas separate, or None for an empty text."""
+    found = [part.strip() for part in text.split(",") if part.strip()]
+    return found if len(found) > 1 else next(iter(found), None)
+
+
+@functools.cache
+def _log_disabled() -> None:
+    log.info("%s is 0: specbranch drafts nothing and contacts no draft service", ENABLED)
 
 
 def merged_settings(ours: Mapping[str, Any], additional_config: Any) -> ProposerSettings:

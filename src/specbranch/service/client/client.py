@@ -21,6 +21,7 @@ from typing import NamedTuple
 
 from specbranch.core.round import Draft
 from specbranch.engines.vocabulary import VocabFingerprint
+from specbranch.logs import RateLimitedWarning
 from specbranch.service.client.filters import DraftFilter, VocabularyCheck
 from specbranch.service.client.interface import NO_ANSWER, ClientCounts, ClientOptions, DraftSource, SequenceUpdate
 from specbranch.service.client.sequences import (
@@ -35,6 +36,7 @@ from specbranch.service.wire.addresses import normalize_addresses
 from specbranch.service.wire.messages import (
     MAX_NEW,
     MAX_ROWS,
+    OLDEST_VERSION,
     VERSION,
     DraftReply,
     Draining,
@@ -79,6 +81,8 @@ class ServiceConnection:
         self.refused_s: float | None = None  # when the service last refused a message
         self.is_connected = True  # as far as is known
         self.is_draining = False  # it takes no new sequences
+        self._versions = AgreedVersion()
+        self._warn = RateLimitedWarning(log, clock)
         self._namespace = namespace
         self._sessions = sessions
         self._counts = counts
@@ -119,7 +123,7 @@ class ServiceConnection:
 
     def send_hello(self) -> bool:
         """Send `Hello` and do not wait for the reply; return False if the service cannot be reached."""
-        return self.send(Hello(VERSION, self._round))
+        return self.send(self._versions.hello(self._round))
 
     def send_step(self, rows: list[StepRow], end_s: float, step_us: int, beside: OtherRows | None = None) -> bool:
         """Begin a round: send these rows without waiting; if the service cannot be reached, count that, return False.
@@ -127,7 +131,7 @@ class ServiceConnection:
         The client will wait for the reply until time `end_s`. `step_us` is the time of the engine's step, 0 if unknown,
         and `beside` sums up the rows of the step that other services draft for.
         """
-        if not self.vocabulary.is_known:
+        if not (self.vocabulary.is_known and self._versions.is_agreed):
             self.send_hello()  # in the round before: its reply is not the one to wait for
         self._round += 1
         wait_s = 0.0 if self.lagging_s is not None else max(end_s - self._clock(), 0.0)
@@ -141,8 +145,10 @@ class ServiceConnection:
 
         The state is the service's vocabulary, its sessions, and whether it is draining.
         """
-        self.is_connected = self.channel.send(message)
+        version = message.version if isinstance(message, Hello) else self._versions.version
+        self.is_connected = self.channel.send(message, version)
         if not self.is_connected:
+            self._versions = AgreedVersion()
             self.vocabulary.reset()
             self._sessions.clear()
             self.is_draining = False
@@ -154,7 +160,7 @@ class ServiceConnection:
         A reply shows that the service is alive, even if it comes late, so later requests wait for replies again.
         """
         pushes = []
-        for reply in self.channel.receive(end_s):
+        for reply in self._receive(end_s):
             if isinstance(reply, PrefetchPush):
                 pushes.append(reply)
                 continue
@@ -171,7 +177,7 @@ class ServiceConnection:
         With `waits`, wait for it until `end_s`. A round ends with its reply, with an error, or with a `Welcome` that
         names another vocabulary.
         """
-        while replies := self.channel.receive(end_s, waits):
+        while replies := self._receive(end_s, waits):
             found = None
             for reply in replies:
                 self._handle(reply)
@@ -202,6 +208,19 @@ class ServiceConnection:
         self._counts.timeouts += 1
         self.lagging_s = self._clock()
 
+    def _receive(self, end_s: float, waits: bool = False) -> list[Reply | None]:
+        """Return the replies that have come, without refusals of our newest version: greet again in the oldest one.
+
+        With `waits`, wait until `end_s` for the first other reply.
+        """
+        while replies := self.channel.receive(end_s, waits):
+            others = [reply for reply in replies if not self._versions.is_refusal(reply)]
+            if len(others) < len(replies):
+                self.send_hello()
+            if others or not waits or self._clock() >= end_s:
+                return others
+        return []
+
     def _ends_round(self, reply: Reply | None) -> bool:
         if reply is None or isinstance(reply, PrefetchPush | Draining):
             return False
@@ -213,13 +232,50 @@ class ServiceConnection:
         self._counts.refused += reply is None or isinstance(reply, ErrorReply)
         if isinstance(reply, ErrorReply):
             self.refused_s = self._clock()
+            self._versions = AgreedVersion()  # perhaps another service is there, which does not read this version
+            self._warn("the draft service refused: %.200r", reply.reason)
         if isinstance(reply, Draining):
             self.is_draining = reply.is_on
         if isinstance(reply, PrefetchPush):
             self._sessions.store([reply])
         if isinstance(reply, Welcome):
             self.is_draining = reply.is_draining
+            self._versions.agree(reply)
             self.vocabulary.update(reply)
+
+
+class AgreedVersion:
+    """The version of the wire that this client speaks with one connection of a service: the oldest one at first."""
+
+    def __init__(self) -> None:
+        self.version = OLDEST_VERSION
+        self.is_agreed = False
+        self._is_old = False  # the service knows the oldest version only
+        self._num_offers = 0  # greetings in the newest version that were not answered yet
+
+    def hello(self, round: int) -> Hello:
+        """Return the next greeting, which offers both versions, unless the service has refused such a greeting."""
+        if self._is_old:
+            return Hello(OLDEST_VERSION, round)
+        self._num_offers += not self.is_agreed
+        return Hello(VERSION, round, OLDEST_VERSION)
+
+    def agree(self, welcome: Welcome) -> None:
+        """Speak the version of this message from now on."""
+        self.version, self.is_agreed, self._num_offers = min(welcome.version, VERSION), True, 0
+        self._is_old = self._is_old and self.version == OLDEST_VERSION
+
+    def is_refusal(self, reply: Reply | None) -> bool:
+        """Return whether a reply refuses a greeting in both versions, as services of version 12 do; if so, note that.
+
+        A greeting is the first message of a connection and replies come in order, so an error before the `Welcome` is
+        such a refusal.
+        """
+        if not self._num_offers or not isinstance(reply, ErrorReply):
+            return False
+        self._num_offers -= 1
+        self._is_old = True
+        return True
 
 
 class PreparedRow(NamedTuple):
@@ -331,14 +387,16 @@ class DraftClient(DraftSource):
     def open(self, sequences: Collection[Tokens], end_s: float) -> int:
         """Open sequences at the service: send each whole, until `end_s` but at least one; return the number sent.
 
-        Each sequence is a message of its own. A `Hello` follows, because a service that does not know the sequences may
-        have another draft model than before. A draining service gets no sequences.
+        Each sequence is a message of its own. A `Hello` goes first, because a service that does not know the sequences
+        may have another draft model than before. A draining service gets no sequences.
         """
         if self.connection.is_draining:
             self.connection.ask_again()
             return 0
         options = self._options
         num_sent = 0
+        if sequences:
+            self.connection.send_hello()
         for tokens in sequences:
             message = OpenSequences(
                 self._namespace, options.planner, dict(options.settings), options.predictor, [pack_tokens(tokens)]
@@ -348,8 +406,6 @@ class DraftClient(DraftSource):
             num_sent += 1
             if self._clock() >= end_s:
                 break
-        if num_sent:
-            self.connection.send_hello()
         self.counts.opened += num_sent
         return num_sent
 

@@ -2,7 +2,8 @@
 
 A call sends to all services that it needs and then waits for all of them at once, until its one deadline. A service
 that cannot be reached, does not answer, refuses, or has another vocabulary gets no rows until it works again; its
-sequences move to other services, which open them again. A service that is draining keeps its own sequences.
+sequences move to other services, which open them again. So do those of a service that is draining, at their next
+step, unless all others drain too.
 
 A new sequence is routed by rendezvous hashing of its first tokens, so that equal prompts of several targets meet at one
 service and share its cache, and so do the turns of a chat. When a service comes or goes, prompts of other services do
@@ -98,12 +99,14 @@ class DraftPool(DraftSource):
 
     def _announce_prompts(self, prompts: Sequence[Tokens], end_s: float) -> None:
         usable = self._usable(end_s)
+        taking = self._taking(usable)
+        staying = taking or usable
         placed: dict[int, list[Tokens]] = {}
         for prompt in prompts:
             name = Digest(prompt).name
             number = self._router.lookup(name)
-            if number not in usable:
-                number = self._router.assign(prompt, self._taking(usable))
+            if number not in staying:
+                number = self._router.assign(prompt, taking)
             if number is not None:
                 self._router.pin(name, number)
                 placed.setdefault(number, []).append(prompt)
@@ -149,16 +152,18 @@ class DraftPool(DraftSource):
     ) -> dict[int, list[int]]:
         """Assign rows to services, and return the indices of the rows by the number of the service.
 
-        A sequence keeps its service. New sequences, and those whose service cannot be used, are routed to a usable one.
+        A sequence keeps its service. New sequences, and those whose service cannot be used or drains, are routed to one
+        that accepts them. If all drain, each keeps its sequences.
         """
         homes = {index: self._router.lookup(delta.before) for index, delta in deltas.items()}
         self._router.forget([delta.before for delta in deltas.values()])
         self._router.reset_loads()
         taking = self._taking(usable)
+        staying = taking or usable
         placed: dict[int, list[int]] = {}
-        for index, home in sorted(homes.items(), key=lambda item: item[1] not in usable):
+        for index, home in sorted(homes.items(), key=lambda item: item[1] not in staying):
             row, number = rows[index], home
-            if number not in usable:
+            if number not in staying:
                 number = self._router.assign(row.tokens[: len(row.tokens) - row.num_new], taking)
                 self.counts.rerouted += home is not None and number is not None
             if number is not None:

@@ -34,7 +34,7 @@ from specbranch.service.wire.addresses import (
     is_trusted_socket,
     socket_path,
 )
-from specbranch.service.wire.messages import MAX_REPLY, ErrorReply, Reply, Request, encode
+from specbranch.service.wire.messages import MAX_REPLY, OLDEST_VERSION, Reply, Request, encode
 
 log = logging.getLogger(__name__)
 _MAX_BATCH = 16  # messages that are taken from a transport at once, which is what a socket holds
@@ -63,7 +63,10 @@ class Transport(Protocol):
         ...
 
     def reconnect(self) -> None:
-        """Close the socket and connect a new one; raise `AddressError` if another user could listen at the address."""
+        """Connect anew, with the keys as their files are now.
+
+        Raise `AddressError` if another user could listen at the address, or if the keys cannot be read.
+        """
         ...
 
     def close(self) -> None:
@@ -76,6 +79,7 @@ class ZmqTransport:
 
     def __init__(self, address: str, keys: ClientKeys | None = None) -> None:
         self._address = address
+        self._keys = keys
         context: zmq.Context[Any] = zmq.Context()
         try:
             self._socket = dealer_socket(context, address, keys)
@@ -110,6 +114,7 @@ class ZmqTransport:
     def reconnect(self) -> None:
         with contextlib.suppress(zmq.ZMQError):  # it was not connected
             self._socket.disconnect(self._address)
+        _use_keys(self._socket, self._address, self._keys)  # they may have been replaced meanwhile
         connect_if_trusted(self._socket, self._address)
 
     def close(self) -> None:
@@ -160,12 +165,13 @@ class MessageChannel:
         self._num_in_a_row = 0
         self._since_s = clock()
 
-    def send(self, message: Request) -> bool:
+    def send(self, message: Request, version: int = OLDEST_VERSION) -> bool:
         """Send a message without waiting; return False if that is impossible, as when no service is connected.
 
-        After such a failure, reconnect, unless the last connection was made less than five seconds ago.
+        `version` is the one of the wire that the service reads. After such a failure, reconnect, unless the last
+        connection was made less than five seconds ago.
         """
-        if self._transport.send(encode(message)):
+        if self._transport.send(encode(message, version)):
             return True
         if self._clock() - self._since_s > _RENEWAL_S:
             self._reconnect()
@@ -197,8 +203,6 @@ class MessageChannel:
                 replies.append(None)
             else:
                 replies.append(reply)
-                if isinstance(reply, ErrorReply):
-                    self._warn("the draft service refused: %.200r", reply.reason)
             if self._clock() >= end_s:
                 break
             if is_more and not self._backlog:
@@ -253,12 +257,18 @@ def dealer_socket(context: zmq.Context[Any], address: str, keys: ClientKeys | No
     dealer.setsockopt(zmq.SNDHWM, 1024)
     dealer.setsockopt(zmq.RECONNECT_IVL, 50)
     dealer.setsockopt(zmq.RECONNECT_IVL_MAX, 2000)
+    _use_keys(dealer, address, keys)
     if socket_path(address) is None:
-        dealer.curve_publickey, dealer.curve_secretkey, dealer.curve_serverkey = _curve_keys(address, keys)
         dealer.setsockopt(zmq.HEARTBEAT_IVL, _BEAT_MS)
         dealer.setsockopt(zmq.HEARTBEAT_TIMEOUT, _DEAD_MS)
     connect_if_trusted(dealer, address)
     return dealer
+
+
+def _use_keys(dealer: zmq.Socket[bytes], address: str, keys: ClientKeys | None) -> None:
+    """Read the keys for a TCP address, and use them for the next connection; raise `AddressError` if that fails."""
+    if socket_path(address) is None:
+        dealer.curve_publickey, dealer.curve_secretkey, dealer.curve_serverkey = _curve_keys(address, keys)
 
 
 def connect_if_trusted(dealer: zmq.Socket[bytes], address: str) -> None:

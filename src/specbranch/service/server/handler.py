@@ -32,6 +32,7 @@ from specbranch.service.server.tenants import ClientActivity
 from specbranch.service.wire.messages import (
     MAX_AHEAD,
     MAX_REPLY,
+    OLDEST_VERSION,
     VERSION,
     DraftReply,
     Drain,
@@ -49,6 +50,7 @@ from specbranch.service.wire.messages import (
     StepRequest,
     StepRow,
     Welcome,
+    common_version,
     decode_request,
 )
 
@@ -67,13 +69,13 @@ class HandlerOptions:
     """The service's settings, the longest wait for a draft, and the key that may drain the service.
 
     To drain is to stop new sequences. `settings` has the values that the service was started with, for
-    `OverviewRequest`. `owner` is the public key that may drain the service, empty if the service uses no keys, or None
-    if no client may.
+    `OverviewRequest`. `owner` returns the public key that may drain the service, empty if the service uses no keys, or
+    None if no client may.
     """
 
     settings: Mapping[str, str | int] = field(default_factory=dict)
     max_wait_s: float = 1.0
-    owner: bytes | None = b""
+    owner: Callable[[], bytes | None] = lambda: b""
 
 
 class RequestHandler:
@@ -191,11 +193,16 @@ class RequestHandler:
         return (client, ErrorReply("the service failed on this message; see its log"))
 
     def _serve_hello(self, client: Client, hello: Hello, _: bytes) -> Iterable[Answer]:
-        if hello.version != VERSION:
-            raise FrameError(f"the client speaks version {hello.version}, this service {VERSION}; update the older one")
+        version = common_version(hello)
+        if version is None:
+            raise FrameError(
+                f"the client speaks version {hello.version}, this service {VERSION} and {OLDEST_VERSION}; "
+                "update the older one"
+            )
+        self.lookup.tenants.greet(client, version)
         info, is_draining = self._info, self._store.is_draining
         name, fingerprint = info.model[-256:], info.vocab_fingerprint
-        return [(client, Welcome(VERSION, hello.round, name, info.vocab_len, fingerprint, is_draining))]
+        return [(client, Welcome(version, hello.round, name, info.vocab_len, fingerprint, is_draining))]
 
     def _serve_open(self, client: Client, request: OpenSequences, user: bytes) -> Iterable[Answer]:
         activity = self._activity(client, request.namespace)
@@ -207,7 +214,7 @@ class RequestHandler:
 
         Raise `FrameError` if the client does not have the owner's key.
         """
-        if user != self._options.owner:
+        if user != self._options.owner():
             raise FrameError("only the key that was made with the service's own (client.key) may drain it")
         is_change = self._store.is_draining != request.is_on
         self._store.is_draining = request.is_on

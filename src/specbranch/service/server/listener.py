@@ -1,4 +1,4 @@
-"""The service's bound socket: its file, the limit of file descriptors, frames in and out."""
+"""The service's bound socket: its file, the keys of its clients, the limit of file descriptors, frames in and out."""
 
 from __future__ import annotations
 
@@ -9,11 +9,13 @@ import resource
 import socket
 import stat
 import threading
+from collections import OrderedDict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import zmq
+import zmq.auth
 from zmq.auth.thread import ThreadAuthenticator
 
 from specbranch.logs import RateLimitedWarning
@@ -35,6 +37,7 @@ _MAX_UNSENT = 128  # replies that one client has not received yet; ZeroMQ drops 
 _HANDSHAKE_MS = 3000  # a connection that has not begun ZeroMQ's handshake by then is closed
 _BACKLOG = 32
 _BEAT_MS, _DEAD_MS = 10_000, 30_000  # over TCP a client that is silent for so long is disconnected
+_MAX_USERS = 4096  # clients whose keys are remembered
 _CHECK_MS = 100  # between two checks of the descriptors
 _EVENTS_A_CHECK = 8  # connections: a thousand can come in the time that Python takes to read their events
 
@@ -46,6 +49,8 @@ class Listener:
         self._address = address
         self._path = socket_path(address)
         self._file: SocketFile | None = None
+        self._keyring = ClientKeyring(keys.clients if keys is not None and self._path is None else None)
+        self._users: OrderedDict[bytes, bytes] = OrderedDict()  # the keys that clients have proved to hold, over TCP
         self._warn = RateLimitedWarning(log)
         self.socket: zmq.Socket[bytes] = context.socket(zmq.ROUTER)
         self.socket.setsockopt(zmq.LINGER, LINGER_MS)
@@ -59,7 +64,7 @@ class Listener:
             if self._path is None:
                 self.socket.setsockopt(zmq.HEARTBEAT_IVL, _BEAT_MS)
                 self.socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, _DEAD_MS)
-                bound.callback(_bind_tcp(context, self.socket, address, keys).stop)
+                bound.callback(_bind_tcp(context, self.socket, address, keys, self._keyring).stop)
             else:
                 self._file = _bind_unix(self.socket, address, self._path)
                 bound.callback(self._remove)
@@ -71,20 +76,34 @@ class Listener:
         self._bound.close()
 
     def receive(self) -> Message:
-        """Return the next message, with the client's key where keys are used; raise `zmq.Again` if there is none."""
+        """Return the next message, with the client's key where keys are used; raise `zmq.Again` if there is none.
+
+        Drop messages of clients whose key was removed, and cut their connections.
+        """
         if self._path is not None:
             client, *frames = self.socket.recv_multipart(zmq.NOBLOCK)
             return Message(client, b"", frames)
-        name, *parts = self.socket.recv_multipart(zmq.NOBLOCK, copy=False)
-        user = str(parts[-1].get("User-Id")).encode() if parts else b""
-        return Message(name.bytes, user, [part.bytes for part in parts])
+        while True:
+            name, *parts = self.socket.recv_multipart(zmq.NOBLOCK, copy=False)
+            user = str(parts[-1].get("User-Id")).encode() if parts else b""
+            if user in self._keyring.keys:
+                self._remember(name.bytes, user)
+                return Message(name.bytes, user, [part.bytes for part in parts])
+            if parts:
+                self._warn("a client whose key was removed is disconnected")
+                _cut(parts[-1])
 
     def send(self, client: bytes, frame: bytes) -> None:
-        """Send a frame to a client; raise `zmq.ZMQError` if that would have to wait."""
-        self.socket.send_multipart((client, frame), zmq.NOBLOCK)
+        """Send a frame to a client, unless its key was removed; raise `zmq.ZMQError` if that would have to wait."""
+        if self._path is not None or self._users.get(client) in self._keyring.keys:
+            self.socket.send_multipart((client, frame), zmq.NOBLOCK)
 
     def check(self) -> None:
-        """Bind again if the socket's file was deleted; raise `AddressError` if another service has made a new one."""
+        """Read the clients' keys again if their files have changed, and bind again if the socket's file was deleted.
+
+        Raise `AddressError` if another service has made a new file.
+        """
+        self._keyring.refresh()
         if self._file is None or self._path is None or self._file.is_ours:
             return
         if self._path.exists():
@@ -99,9 +118,84 @@ class Listener:
         else:
             self._warn("the socket's file was deleted; the service made it again at %s", self._address)
 
+    def _remember(self, client: bytes, user: bytes) -> None:
+        self._users[client] = user
+        self._users.move_to_end(client)
+        if len(self._users) > _MAX_USERS:
+            self._users.popitem(last=False)
+
     def _remove(self) -> None:
         if self._file is not None:
             self._file.remove()
+
+
+class ClientKeyring:
+    """The public keys of the clients that may connect, from the files of a directory.
+
+    The thread of the `Listener` reads them again; ZeroMQ's thread that accepts connections looks them up.
+    """
+
+    def __init__(self, directory: Path | None) -> None:
+        self._directory = directory
+        self._warn = RateLimitedWarning(log)
+        self._files: dict[str, tuple[int, int, int]] = {}  # by name: inode, size, time of the last change
+        self._by_file: dict[str, bytes] = {}
+        self.keys: frozenset[bytes] = frozenset()
+        self.refresh()
+
+    def callback(self, domain: str, key: bytes) -> bool:
+        """Return whether a key is one of these; ZeroMQ calls this at every handshake."""
+        return key in self.keys
+
+    def refresh(self) -> None:
+        """Read the keys again if the directory or a file in it has changed, and log which were added or removed.
+
+        What cannot be read now keeps its keys: it may be half written.
+        """
+        if self._directory is None:
+            return
+        try:
+            files = {entry.name: _version_of(entry) for entry in os.scandir(self._directory) if _is_key(entry)}
+        except OSError as error:
+            self._warn("the clients' keys stay as they were, because they cannot be read: %s", error)
+            return
+        if files != self._files:
+            self._files = files
+            self._read(self._directory)
+
+    def _read(self, directory: Path) -> None:
+        before, self._by_file = self._by_file, {}
+        for name in self._files:
+            try:
+                self._by_file[name] = zmq.auth.load_certificate(directory / name)[0]
+            except (OSError, ValueError) as error:
+                self._warn("%s cannot be read as a key: %s", directory / name, error)
+                if name in before:
+                    self._by_file[name] = before[name]
+        self.keys = frozenset(self._by_file.values())
+        for verb, found, other in (("added", self._by_file, before), ("removed", before, self._by_file)):
+            names = sorted(name for name, _ in found.items() - other.items())
+            if names and before:
+                log.info("client keys %s: %s", verb, ", ".join(names))
+
+
+def _is_key(entry: os.DirEntry[str]) -> bool:
+    return entry.name.endswith(".key")
+
+
+def _version_of(entry: os.DirEntry[str]) -> tuple[int, int, int]:
+    found = entry.stat()
+    return found.st_ino, found.st_size, found.st_mtime_ns
+
+
+def _cut(part: zmq.Frame) -> None:
+    """Shut down the connection that a message came from; its client can then only connect anew."""
+    with contextlib.suppress(OSError, zmq.ZMQError):
+        number = part.get(zmq.SRCFD)
+        with socket.socket(fileno=os.dup(number)) as connection:
+            # The connection may have gone since, and its number may be in use again.
+            if connection.getpeername()[0] == part.get("Peer-Address"):
+                connection.shutdown(socket.SHUT_RDWR)
 
 
 @contextlib.contextmanager
@@ -204,16 +298,16 @@ def _is_alive(path: Path) -> bool:
 
 
 def _bind_tcp(
-    context: zmq.Context[Any], router: zmq.Socket[bytes], address: str, keys: ServiceKeys | None
+    context: zmq.Context[Any], router: zmq.Socket[bytes], address: str, keys: ServiceKeys | None, keyring: ClientKeyring
 ) -> ThreadAuthenticator:
     if keys is None:
         raise AddressError(f"{address}: TCP needs CURVE keys; make them with `specbranch keys DIR` and pass --keys DIR")
     public, secret = load_key(keys.secret)
-    if not list(keys.clients.glob("*.key")):
+    if not keyring.keys:
         raise AddressError(f"{keys.clients} holds no client's public key, so no client could connect; copy one there")
     authenticator = ThreadAuthenticator(context)
     authenticator.start()
-    authenticator.configure_curve(domain="*", location=str(keys.clients))
+    authenticator.configure_curve_callback(domain="*", credentials_provider=keyring)
     router.curve_server = True
     router.curve_publickey, router.curve_secretkey = public, secret
     try:

@@ -38,7 +38,7 @@ _SWITCH_S = 0.0001
 _MAX_SERVING_S = 0.005  # before the socket is read again
 _MAX_RECEIVED, _MAX_RECEIVED_IF_FULL = 64, 8  # messages, before the next one is served
 _FULL_QUEUE = 2048  # messages
-_CHECK_S = 1.0  # between two checks of the socket's file
+_CHECK_S = 1.0  # between two checks of the socket's file, and of the clients' keys
 _STOP_S = 5.0  # for the step that is running when the service stops
 
 
@@ -100,7 +100,7 @@ class Server:
         handler_options = HandlerOptions(
             settings=_settings(engine.info, options, prefill_chunk),
             max_wait_s=options.max_wait_s,
-            owner=options.keys.owner() if options.keys else b"",
+            owner=options.keys.owner if options.keys else lambda: b"",
         )
         self.handler = RequestHandler(engine, self.store, self.runner, self._observer, clock, handler_options)
         self._queue = FairQueue(clock)
@@ -109,6 +109,10 @@ class Server:
     def stop(self) -> None:
         """Make `serve` return after its present iteration."""
         self._is_stopping = True
+
+    def reload_keys(self) -> None:
+        """Read the clients' keys again at the next iteration, if their files have changed."""
+        self._checked_s = -math.inf
 
     def serve(self) -> None:
         """Listen and serve clients until `stop`; then end the draft thread, close the sockets and shut down the engine.
@@ -172,7 +176,8 @@ class Server:
     def _check(self, listener: Listener) -> None:
         """Raise if the engine or the draft thread has failed.
 
-        Once a second, check the socket's file: bind again if it was deleted, raise if another service has replaced it.
+        Once a second, check the clients' keys and the socket's file: bind again if it was deleted, raise if another
+        service has replaced it.
         """
         if self.runner.engine_failed:
             raise EngineError("the draft engine fails at every step; see the first error above, and start it again")
@@ -210,7 +215,7 @@ class Server:
     def _send(self, router: Router, answers: Iterable[Answer]) -> None:
         for client, reply in answers:
             try:
-                router.send(client, encode(reply))
+                router.send(client, encode(reply, self.handler.lookup.tenants.version(client)))
             except zmq.ZMQError as error:
                 log.debug("an answer was not sent, because its client has gone: %s", error)
 

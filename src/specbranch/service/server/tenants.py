@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from specbranch.core.costs import PairModel, StepTimeModel
 from specbranch.core.ngram import HistoryBudget, OutputHistory
-from specbranch.service.wire.messages import OtherRows, StepRequest
+from specbranch.service.wire.messages import OLDEST_VERSION, OtherRows, StepRequest
 
 _MAX_TENANTS = _MAX_CLIENTS = 1024
 _MAX_STEP_S = 10.0  # after a longer pause between two steps the target was idle
@@ -39,13 +39,14 @@ class ClientActivity:
 
 
 class Tenants:
-    """Learned costs by namespace and activity by client. When full, each evicts the entry used least recently."""
+    """Costs by namespace, activity and version by client. When full, each evicts the entry used least recently."""
 
     def __init__(self, draft_cost: StepTimeModel) -> None:
         self._draft_cost = draft_cost
         self._history_budget = HistoryBudget()
         self._tenants: OrderedDict[bytes, _Tenant] = OrderedDict()
         self._clients: OrderedDict[bytes, ClientActivity] = OrderedDict()
+        self._versions: OrderedDict[bytes, int] = OrderedDict()
 
     def costs(self, namespace: bytes) -> PairModel:
         """Return the step times, acceptance probabilities and past answers that were learned for a namespace."""
@@ -60,6 +61,17 @@ class Tenants:
                 self._clients.popitem(last=False)
         self._clients.move_to_end(name)
         return client
+
+    def greet(self, name: bytes, version: int) -> None:
+        """Store the version of the wire that a client has agreed to."""
+        self._versions[name] = version
+        self._versions.move_to_end(name)
+        if len(self._versions) > _MAX_CLIENTS:
+            self._versions.popitem(last=False)
+
+    def version(self, name: bytes) -> int:
+        """Return the version in which a client is written to: the oldest one if it has not agreed to another."""
+        return self._versions.get(name, OLDEST_VERSION)
 
     @property
     def clients(self) -> list[bytes]:

@@ -2,11 +2,17 @@
 
 A digest identifies a sequence. A namespace separates one client's sequences from another's; it is random unless clients
 share one on purpose. Every exchange carries the client's round number, which identifies a late reply.
+
+Clients and services speak `VERSION` and the version before it (`OLDEST_VERSION`), so that they can be updated one by
+one. The client's `Hello` names both; the service answers in the newest one that it speaks too, and each side writes in
+that one from then on, until then in the oldest one. A new version may only append fields with defaults to a message, or
+add messages. Then one decoder reads both versions, and `encode` leaves out what the peer does not know: such fields
+are counted in `_NUM_FIELDS`, and new messages must not be sent to an old peer.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, TypeVar, get_args
 
 import msgspec
@@ -18,7 +24,8 @@ from specbranch.engines.vocabulary import HASH_LEN, MAX_SAMPLE
 from specbranch.errors import SpecBranchError
 from specbranch.service.wire.payloads import DIGEST_LEN
 
-VERSION = 12
+VERSION = 13
+OLDEST_VERSION = 12
 MAX_FRAME = 1 << 20  # bytes
 MAX_REPLY = 1 << 20  # bytes, enough for windows of 64 tokens in 1024 rows three times over, without probabilities
 MAX_ROWS = 1024
@@ -54,16 +61,20 @@ class FrameError(SpecBranchError, ValueError):
 
 
 class Hello(Struct, tag="hello", array_like=True, frozen=True, forbid_unknown_fields=True):
-    """Handshake: the protocol version of the client."""
+    """Handshake: the newest and the oldest version of this protocol that the client speaks.
+
+    `oldest` is None in version 12, whose clients speak no other one.
+    """
 
     version: Version
     round: Round
+    oldest: Version | None = None
 
 
 class Welcome(Struct, tag="welcome", array_like=True, frozen=True, forbid_unknown_fields=True):
     """The reply to `Hello`: the draft model, its vocabulary's size, and hashes of some of its tokens if they are known.
 
-    `is_draining`: the service accepts no new sequences.
+    `version` is the newest one that both sides speak. `is_draining`: the service accepts no new sequences.
     """
 
     version: Version
@@ -268,6 +279,8 @@ class Overview(Struct, tag="overview", array_like=True, frozen=True, forbid_unkn
 
 Request = Hello | StepRequest | OpenSequences | Drain | StatsRequest | OverviewRequest
 Reply = Welcome | DraftReply | PrefetchPush | Draining | ErrorReply | StatsReply | Overview
+# By version, the messages that have got further fields since, and how many fields they have in that version.
+_NUM_FIELDS: Mapping[int, Mapping[type[Request | Reply], int]] = {12: {Hello: 2}}
 
 _requests: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
 _replies: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(Reply)
@@ -283,9 +296,19 @@ def unpack_tokens(packed: bytes) -> np.ndarray[Any, np.dtype[np.int32]]:
     return np.frombuffer(packed, dtype="<i4")
 
 
-def encode(message: Request | Reply) -> bytes:
-    """Return a message as one frame."""
-    return _encoder.encode(message)
+def encode(message: Request | Reply, version: int = VERSION) -> bytes:
+    """Return a message as one frame for a peer that speaks this version, without the fields that are newer."""
+    num_fields = _NUM_FIELDS.get(version, {}).get(type(message))
+    if num_fields is None:
+        return _encoder.encode(message)
+    return _encoder.encode((message.__struct_config__.tag, *msgspec.structs.astuple(message)[:num_fields]))
+
+
+def common_version(hello: Hello) -> int | None:
+    """Return the newest version that the sender of `hello` speaks and this package too; None if there is none."""
+    newest = min(hello.version, VERSION)
+    oldest = hello.version if hello.oldest is None else hello.oldest
+    return newest if newest >= max(oldest, OLDEST_VERSION) else None
 
 
 def decode_request(frame: bytes) -> Request:
