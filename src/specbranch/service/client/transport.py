@@ -255,6 +255,7 @@ def dealer_socket(context: zmq.Context[Any], address: str, keys: ClientKeys | No
     dealer.setsockopt(zmq.RECONNECT_IVL_MAX, 2000)
     if socket_path(address) is None:
         dealer.curve_publickey, dealer.curve_secretkey, dealer.curve_serverkey = _curve_keys(address, keys)
+        dealer.setsockopt(zmq.IPV6, "[" in address)
         dealer.setsockopt(zmq.HEARTBEAT_IVL, _BEAT_MS)
         dealer.setsockopt(zmq.HEARTBEAT_TIMEOUT, _DEAD_MS)
     connect_if_trusted(dealer, address)
