@@ -478,11 +478,21 @@ def test_a_service_that_does_not_answer_never_joins_and_no_call_waits_for_it(
         assert drafts.counts.timeouts == drafts.counts.faults == 0
 
 
-def test_keys_and_a_name_are_enough(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def has_ipv6() -> bool:
+    with contextlib.suppress(OSError), socket.socket(socket.AF_INET6) as probe:
+        probe.bind(("::1", 0))
+        return True
+    return False
+
+
+@pytest.mark.parametrize(
+    "host", ["127.0.0.1", pytest.param("::1", marks=pytest.mark.skipif(not has_ipv6(), reason="no IPv6 here"))]
+)
+def test_keys_and_a_name_are_enough(host: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make_keys(tmp_path)
     port = free_port()
-    address = f"tcp://127.0.0.1:{port}"
-    monkeypatch.setattr(discovery, "resolve_name", lambda name, port: ["127.0.0.1"])
+    address = f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
+    monkeypatch.setattr(discovery, "resolve_name", lambda name, port: [host])
     options = ClientOptions(
         f"dns://drafts.local:{port}", "pearl", {"gamma": 4}, deadline_s=PATIENCE_S, keys=client_keys(str(tmp_path))
     )
