@@ -18,8 +18,9 @@ from typing import Any, TypedDict, Unpack
 from specbranch.core.planners import DEFAULT_PLANNER, draft_length_limit
 from specbranch.launch.draft_process import DraftProcess, DraftServiceOptions, StartError
 from specbranch.plugins.vllm.settings import ProposerSettings, proposer_arguments
+from specbranch.service.client.discovery import check_addresses
 from specbranch.service.client.interface import DraftSettings
-from specbranch.service.wire.addresses import check_address, normalize_addresses
+from specbranch.service.wire.addresses import normalize_addresses
 
 log = logging.getLogger(__name__)
 
@@ -166,5 +167,4 @@ class DraftServer(DraftAddress):
 def _check(settings: DraftSettings, max_draft_tokens: int) -> None:
     """Raise an error if the settings are wrong; the client inside the target would raise it only much later."""
     options = settings.client_options(max_draft_tokens)
-    for address in normalize_addresses(options.address):
-        check_address(address, options.keys)
+    check_addresses(normalize_addresses(options.address), options.keys)

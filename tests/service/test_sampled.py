@@ -266,13 +266,14 @@ def test_sampled_texts_that_move_between_services_follow_the_target(tmp_path: Pa
     with serving(f"ipc://{tmp_path}/one.sock") as one, serving(f"ipc://{tmp_path}/two.sock") as two:
         pool = DraftPool(ClientOptions([one, two], "budget", BUDGET, deadline_s=PATIENCE_S))
         with contextlib.closing(pool):
-            for service in pool._services:
-                assert service.hello(PATIENCE_S) is not None
+            clients = [service.client for service in pool._services.values()]
+            for client in clients:
+                assert client.hello(PATIENCE_S) is not None
 
             def move(number: int, length: int) -> None:
                 avoided = (number + (length > 4)) % 2
-                pool._services[avoided].connection.refused_s = time.monotonic()
-                pool._services[1 - avoided].connection.refused_s = None
+                clients[avoided].connection.refused_s = time.monotonic()
+                clients[1 - avoided].connection.refused_s = None
 
             texts, num_kept, num_drawn = sample_texts(pool, 1.0, move)
 
@@ -287,9 +288,10 @@ def test_a_text_that_moves_keeps_its_seed(tmp_path: Path) -> None:
     pool = DraftPool(ClientOptions([f"ipc://{tmp_path}/one.sock", f"ipc://{tmp_path}/two.sock"]))
     seeds = []
     with contextlib.closing(pool):
-        for number, service in enumerate(pool._services):
+        for number, service in enumerate(pool._services.values()):
             row = SequenceUpdate([1, 2, 3, *range(number + 1)], 1, name="a", sampling=RequestSampling(1.0))
-            (prepared,) = service.prepare_step([row], [0], [pool._synced.advance(row.name, row.tokens, row.num_new)])
+            delta = pool._synced.advance(row.name, row.tokens, row.num_new)
+            (prepared,) = service.client.prepare_step([row], [0], [delta])
             seeds += [prepared.wire.sampling.seed] if prepared.wire.sampling else []
 
     assert len(seeds) == 2 and seeds[0] == seeds[1] > 0

@@ -65,7 +65,7 @@ DraftAddress = Annotated[
         "--draft-address",
         metavar="ADDRESS",
         help="Use a draft service that runs already: ipc://PATH, or tcp://HOST:PORT with --draft-keys. Repeat it to "
-        "distribute the requests among several.",
+        "distribute the requests among several. dns://NAME:PORT and file:///PATH stand for services that may change.",
     ),
 ]
 DraftKeys = Annotated[

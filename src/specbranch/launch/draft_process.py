@@ -21,6 +21,7 @@ from specbranch.launch.child import PIPE, Child, Idleness, join_cores
 from specbranch.launch.placement import divide_cores, is_bound_by_user, place_draft
 from specbranch.plugins.vllm.settings import ParallelLayout
 from specbranch.service.client.client import DraftClient
+from specbranch.service.client.discovery import MAX_SERVICES, AddressWatch
 from specbranch.service.client.interface import ClientOptions, client_keys
 from specbranch.service.wire.addresses import check_address
 from specbranch.service.wire.messages import Welcome
@@ -324,10 +325,17 @@ class RemoteDraft:
     def check(self) -> list[Welcome]:
         """Send `Hello` to all services, and return the replies of those that run.
 
-        Raises `UsageError` if a ZeroMQ socket at one of the addresses does not answer this client.
+        Of services that a DNS name or a file names, a few are asked; without any, log a warning. Raises `UsageError` if
+        a ZeroMQ socket at one of the addresses does not answer this client.
         """
-        welcomes = [_fetch_welcome(address, self.keys) for address in self.addresses]
+        welcomes = [_fetch_welcome(address, self.keys) for address in self._services()]
         return [welcome for welcome in welcomes if welcome is not None]
+
+    def _services(self) -> tuple[str, ...]:
+        watch = AddressWatch(self.addresses, b"", client_keys(str(self.keys) if self.keys else None))
+        for source in watch.sources:
+            watch.refresh(source)
+        return watch.known[:MAX_SERVICES] if watch.sources else self.addresses
 
 
 @cache

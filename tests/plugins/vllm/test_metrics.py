@@ -249,6 +249,14 @@ def test_a_proposer_that_does_not_draft_is_off(collector: Collector) -> None:
     assert samples(collector)["specbranch_state", "0", "off"] == 1
 
 
+def test_a_name_is_shown_by_the_services_that_are_used_and_unreachable_without_any(collector: Collector) -> None:
+    show("dns://drafts:5757", services=[])
+    show("dns://drafts:5757", engine=1, services=["ipc:///nowhere/draft.sock"])
+    found = samples(collector)
+
+    assert found["specbranch_state", "0", "unreachable"] == found["specbranch_state", "1", "unreachable"] == 1
+
+
 def test_a_proposer_without_a_service_drafts_from_the_text_or_is_off(collector: Collector) -> None:
     text = TextCounts(text_drafts=5, text_tokens=20, text_accepted=12, text_faults=1)
     show([], namespace=b"", counts=text.as_dict())

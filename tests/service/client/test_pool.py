@@ -86,9 +86,18 @@ def pool_of(addresses: Sequence[str], is_up: bool = True, **changes: object) -> 
     """A target's pool; it has met all services if these are up."""
     chosen = {"deadline_s": DEADLINE_S, "namespace": NAMESPACE, **changes}
     with contextlib.closing(DraftPool(ClientOptions(addresses, "pearl", {"gamma": 4}, **chosen))) as pool:  # type: ignore[arg-type]
-        for service in pool._services if is_up else ():
-            assert service.hello(PATIENCE_S) is not None
+        for client in clients_of(pool) if is_up else ():
+            assert client.hello(PATIENCE_S) is not None
         yield pool
+
+
+def clients_of(pool: DraftPool) -> list[DraftClient]:
+    """The clients of a pool's services, in the order of their addresses."""
+    return [service.client for service in pool._services.values()]
+
+
+def flaws_of(pool: DraftPool) -> list[str | None]:
+    return [service.flaw for service in pool._services.values()]
 
 
 def sockets(directory: Path, *names: str) -> list[str]:
@@ -97,9 +106,9 @@ def sockets(directory: Path, *names: str) -> list[str]:
 
 def prompts_for(addresses: Sequence[str], service: int, count: int = 1) -> list[list[int]]:
     """Prompts whose first choice is this service."""
-    homes, everyone = RendezvousRouter(addresses, NAMESPACE), range(len(addresses))
+    homes = RendezvousRouter(NAMESPACE)
     found = ([one, two, 5] for one in range(VOCAB) for two in range(VOCAB))
-    return [text for text in found if homes.assign(text, everyone) == service][:count]
+    return [text for text in found if homes.assign(text, addresses) == addresses[service]][:count]
 
 
 def texts_at(server: Server) -> set[tuple[int, ...]]:
@@ -166,7 +175,7 @@ def test_a_text_goes_on_elsewhere_when_its_service_is_killed_and_new_ones_come_b
             assert stats_client.overview is not None and stats_client.overview.figures["opened"] >= 1
             one.start()
             one.wait_until_up()
-            wait_for(lambda: pool.propose([]) == [] and pool._flaws == [None, None], pool._flaws)
+            wait_for(lambda: pool.propose([]) == [] and flaws_of(pool) == [None, None], flaws_of(pool))
             num_moved = pool.counts.rerouted
             new = Walk(pool, second)
             walk_until_accepted(new)
@@ -197,7 +206,7 @@ def test_a_text_leaves_a_service_that_hangs(tmp_path: Path) -> None:
                 walk.step()
             walk_until_accepted(walk)
             one.signal(signal.SIGCONT)
-            wait_for(lambda: pool.propose([]) == [] and pool._flaws == [None, None], pool._flaws)
+            wait_for(lambda: pool.propose([]) == [] and flaws_of(pool) == [None, None], flaws_of(pool))
             walk.assert_text_is_the_targets()
 
 
@@ -319,14 +328,14 @@ def test_who_answers_is_not_blamed_for_who_does_not(tmp_path: Path, monkeypatch:
         walk = Walk(pool, spoken)
         walk_until_accepted(walk)
         num_answered = pool.counts.answered
-        mute = pool._transports[pool._services[0]]
+        mute = pool._services[addresses[0]].transport
         monkeypatch.setattr(
             "specbranch.service.client.pool.poll_any",
             lambda links, timeout_s: poll_any(links, timeout_s) if links != [mute] else [],
         )
         pool.propose([SequenceUpdate([*silent, 1], 1), SequenceUpdate(walk.tokens, walk._num_new, len(walk.proposal))])
 
-        assert [service.is_lagging for service in pool._services] == [True, False]
+        assert [client.is_lagging for client in clients_of(pool)] == [True, False]
         assert pool.counts.answered == num_answered + 1 and pool.counts.timeouts == 1
 
 
@@ -344,7 +353,7 @@ def test_a_drained_service_gets_no_new_texts_and_moves_the_running_ones_at_their
         walk = Walk(pool, old)
         walk_until_accepted(walk)
         assert drain(addresses[0]) == (0, f"{addresses[0]} accepts no new requests; 1 request active\n")
-        wait_for(lambda: pool.propose([]) == [] and pool._services[0].connection.is_draining)
+        wait_for(lambda: pool.propose([]) == [] and clients_of(pool)[0].connection.is_draining)
         pool.announce_prompts([new])
         other = Walk(pool, new)
         walk_until_accepted(other)
@@ -356,7 +365,7 @@ def test_a_drained_service_gets_no_new_texts_and_moves_the_running_ones_at_their
         assert pool.counts.rerouted == 1
 
         assert drain(addresses[0], "--undo")[0] == 0
-        wait_for(lambda: pool.propose([]) == [] and not pool._services[0].connection.is_draining)
+        wait_for(lambda: pool.propose([]) == [] and not clients_of(pool)[0].connection.is_draining)
         walk_until_accepted(Walk(pool, late))
         walk_until_accepted(walk)  # it stays where it went
         assert texts_at(one) == {tuple(old), tuple(late)}
@@ -373,7 +382,7 @@ def test_where_all_services_drain_each_keeps_its_texts(tmp_path: Path) -> None:
             walk_until_accepted(walk)
         for address in addresses:
             assert drain(address)[0] == 0
-        wait_for(lambda: pool.propose([]) == [] and all(one.connection.is_draining for one in pool._services))
+        wait_for(lambda: pool.propose([]) == [] and all(one.is_draining for one in pool._services.values()))
         for walk in walks:
             walk_until_accepted(walk)
 
@@ -390,12 +399,12 @@ def test_services_are_updated_one_by_one_and_no_call_fails(tmp_path: Path, monke
         with pool_of(addresses) as pool:
             waits = watch_waits(monkeypatch)
             walks = [Walk(pool, text) for service in range(2) for text in prompts_for(addresses, service, 2)]
-            for number, service in enumerate((one, two)):
+            for service in (one, two):
                 for walk in walks:
                     walk_until_accepted(walk)
                 assert drain(service.address)[0] == 0
-                at_service = pool._services[number]
-                walks[0].step_until(lambda at_service=at_service: at_service.connection.is_draining)  # type: ignore[misc]
+                at_service = pool._services[service.address]
+                walks[0].step_until(lambda at_service=at_service: at_service.is_draining)  # type: ignore[misc]
                 for walk in walks:
                     walk_until_accepted(walk)
                 assert service.stop() == 0
@@ -403,7 +412,7 @@ def test_services_are_updated_one_by_one_and_no_call_fails(tmp_path: Path, monke
                     walk_until_accepted(walk)
                 service.start()
                 service.wait_until_up()
-                wait_for(lambda: pool.propose([]) == [] and pool._flaws == [None, None], pool._flaws)
+                wait_for(lambda: pool.propose([]) == [] and flaws_of(pool) == [None, None], flaws_of(pool))
             for walk in walks:
                 walk_until_accepted(walk)
                 walk.assert_text_is_the_targets()
@@ -552,7 +561,7 @@ def test_each_service_learns_the_time_of_the_whole_step(tmp_path: Path) -> None:
         StepRow(names[2], [1], names[0], 0),
     ]
     with pool_of(sockets(tmp_path, "one", "two"), is_up=False) as pool:
-        one, two = pool._services
+        one, two = clients_of(pool)
         besides = rows_beside({one: rows[:2], two: rows[2:]})
         assert besides == {one: OtherRows(1, 0, 1), two: OtherRows(2, 7, 3)}
         assert rows_beside({one: rows}) == {one: None}
@@ -583,11 +592,10 @@ def test_the_time_of_a_step_goes_to_all_services_with_what_is_beside_their_rows(
 
 
 ADDRESSES = ["ipc:///one", "ipc:///two", "ipc:///three"]
-ALL = [0, 1, 2]
 
 
 def homes(namespace: bytes = b"ours") -> RendezvousRouter:
-    return RendezvousRouter(ADDRESSES, namespace)
+    return RendezvousRouter(namespace)
 
 
 def prompt(number: int) -> list[int]:
@@ -596,66 +604,66 @@ def prompt(number: int) -> list[int]:
 
 def test_equal_beginnings_meet_at_one_service_whoever_asks() -> None:
     """Targets may name the services in another order, and may hand over arrays."""
-    ours, theirs = homes(), RendezvousRouter(ADDRESSES[::-1], b"ours")
+    ours, theirs = homes(), homes()
     long = list(range(KEY_LEN))
     for text in (*map(prompt, range(50)), long):
-        chosen = ours.assign(text, ALL)
+        chosen = ours.assign(text, ADDRESSES)
         assert chosen is not None
-        assert theirs.assign(np.array(text), ALL) == 2 - chosen
-    assert len({homes().assign([*long, number], ALL) for number in range(50)}) == 1
+        assert theirs.assign(np.array(text), ADDRESSES[::-1]) == chosen
+    assert len({homes().assign([*long, number], ADDRESSES) for number in range(50)}) == 1
 
 
 def test_another_namespace_shares_nothing_and_so_is_spread_on_its_own() -> None:
-    places = [(homes().assign(prompt(n), ALL), homes(b"theirs").assign(prompt(n), ALL)) for n in range(300)]
+    places = [(homes().assign(prompt(n), ADDRESSES), homes(b"theirs").assign(prompt(n), ADDRESSES)) for n in range(300)]
 
     assert min(Counter(places).values()) > 15 and len(Counter(places)) == 9
 
 
 def test_texts_are_spread_evenly() -> None:
-    found = Counter(homes().assign(prompt(number), ALL) for number in range(3000))
+    found = Counter(homes().assign(prompt(number), ADDRESSES) for number in range(3000))
 
     # The standard deviation of each is 26.
-    assert all(900 < found[service] < 1100 for service in ALL)
+    assert all(900 < found[service] < 1100 for service in ADDRESSES)
 
 
 def test_only_the_texts_of_a_service_that_fails_move_and_they_move_apart() -> None:
-    before = {number: homes().assign(prompt(number), ALL) for number in range(600)}
-    after = {number: homes().assign(prompt(number), [0, 2]) for number in range(600)}
+    before = {number: homes().assign(prompt(number), ADDRESSES) for number in range(600)}
+    after = {number: homes().assign(prompt(number), [ADDRESSES[0], ADDRESSES[2]]) for number in range(600)}
 
-    assert all(after[number] == home for number, home in before.items() if home != 1)
-    moved = Counter(after[number] for number, home in before.items() if home == 1)
-    assert min(moved[0], moved[2]) > 60
+    assert all(after[number] == home for number, home in before.items() if home != ADDRESSES[1])
+    moved = Counter(after[number] for number, home in before.items() if home == ADDRESSES[1])
+    assert min(moved[ADDRESSES[0]], moved[ADDRESSES[2]]) > 60
     assert homes().assign(prompt(1), []) is None
 
 
 def test_where_all_texts_begin_alike_no_service_gets_much_more_than_its_share() -> None:
     ours = homes()
     for number in range(48):
-        chosen = ours.assign([1] * KEY_LEN, ALL)
+        chosen = ours.assign([1] * KEY_LEN, ADDRESSES)
         assert chosen is not None
         ours.pin(bytes([number]), chosen)
         if number < 4:
-            assert chosen == homes().assign([1] * KEY_LEN, ALL), "a few may stay together"
+            assert chosen == homes().assign([1] * KEY_LEN, ADDRESSES), "a few may stay together"
     loads = Counter(ours.lookup(bytes([number])) for number in range(48))
 
     assert sorted(loads.values()) == [8, 20, 20]
     ours.reset_loads()
-    assert ours.assign([1] * KEY_LEN, ALL) == homes().assign([1] * KEY_LEN, ALL)
+    assert ours.assign([1] * KEY_LEN, ADDRESSES) == homes().assign([1] * KEY_LEN, ADDRESSES)
 
 
 def test_a_text_is_found_by_the_name_that_it_has_now() -> None:
     ours = homes()
-    ours.pin(b"before", 2)
-    ours.pin(b"after", 2)
+    ours.pin(b"before", "two")
+    ours.pin(b"after", "two")
     ours.forget([b"before", b"unknown"])
 
-    assert ours.lookup(b"after") == 2 and ours.lookup(b"before") is None
+    assert ours.lookup(b"after") == "two" and ours.lookup(b"before") is None
 
 
 def test_texts_that_have_ended_are_forgotten_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pool, "_MAX_ROUTED", 2)
     ours = homes()
     for name in (b"a", b"b", b"a", b"c"):
-        ours.pin(name, 1)
+        ours.pin(name, "one")
 
-    assert [ours.lookup(name) for name in (b"a", b"b", b"c")] == [1, None, 1]
+    assert [ours.lookup(name) for name in (b"a", b"b", b"c")] == ["one", None, "one"]

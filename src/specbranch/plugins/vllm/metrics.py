@@ -177,12 +177,15 @@ def state_of(shown: PublishedStats, reach: ServiceStatus) -> str:
 
 
 def _state_alone(shown: PublishedStats) -> str:
-    """Return the state of drafting of a proposer that asks no service: n-gram drafts from the text, or none."""
+    """Return the state of drafting of a proposer that is connected to no service."""
+    if shown.namespace and shown.services == []:
+        return "unreachable"  # no service is known or connected yet
     return "text" if not shown.address and shown.counts else "off"
 
 
 def _services_of(shown: PublishedStats) -> tuple[tuple[str, ...], bytes, str]:
-    addresses = normalize_addresses(shown.address) if shown.address else ()
+    listed = shown.address if shown.services is None else shown.services
+    addresses = normalize_addresses(listed) if listed else ()
     return (addresses, shown.namespace, shown.keys or "")
 
 

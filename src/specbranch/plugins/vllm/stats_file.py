@@ -52,6 +52,7 @@ class PublishedStats(msgspec.Struct, array_like=True, frozen=True, kw_only=True)
     asides: dict[str, int] = {}  # rows without drafts, by cause
     vocab_mismatch: bool = False  # whether drafting is off because the vocabularies differ
     gate: list[Decision] = []  # the last decision for each load
+    services: list[str] | None = None  # the addresses of the services that the client uses; None: those of `address`
 
 
 _decoder = msgspec.msgpack.Decoder(PublishedStats)
@@ -100,6 +101,7 @@ class StatsPublisher:
                 address=settings.address or [],
                 keys=settings.keys,
                 namespace=client.namespace if client else b"",
+                services=list(client.addresses) if client else None,
                 is_lagging=client.is_lagging if client else False,
                 is_closed=gate is not None and not gate.was_open,
                 vocab_mismatch=client.vocab_mismatch if client else False,

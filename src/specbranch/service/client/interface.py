@@ -22,9 +22,10 @@ from specbranch.core.text_drafter import TextDrafter, drafts_from_text, make_tex
 from specbranch.engines.models import local_model
 from specbranch.extensions import load_extensions
 from specbranch.hrad.network import read_hrad_card
+from specbranch.service.client.discovery import MAX_SERVICES
 from specbranch.service.client.sequences import SyncedSequences
 from specbranch.service.client.transport import OwnerProcess
-from specbranch.service.wire.addresses import ClientKeys, default_address
+from specbranch.service.wire.addresses import ClientKeys, default_address, normalize_addresses
 from specbranch.service.wire.messages import MAX_NEW, MAX_SEQUENCE, MAX_STEP_US, MAX_WAIT_MS
 from specbranch.service.wire.payloads import Tokens
 
@@ -43,7 +44,8 @@ NO_ANSWER = Draft([])
 class DraftSettings:
     """The address of the draft service, the longest wait of a step for it, and how it drafts for this target.
 
-    `address` may be a list of services with the same draft and the same keys, which share the load. With None there is
+    `address` may be a list of services with the same draft and the same keys, which share the load; dns://NAME:PORT and
+    file:///PATH stand for services that may change. Of all of them this target uses `max_services`. With None there is
     no service: drafts come only from n-gram lookup in the text. `keys` is a directory with `client.key_secret` and
     `service.key`, needed for TCP. Targets with the same `namespace` share drafts for equal sequences. `is_gated`: do
     not draft at loads where drafts were measured not to make decoding faster. `predictor`: a predictor's name, or a
@@ -58,6 +60,7 @@ class DraftSettings:
     namespace: str | None = None
     keys: str | None = None
     is_gated: bool = True
+    max_services: Annotated[int, Meta(ge=1, le=64)] = MAX_SERVICES
 
     @property
     def trained_predictor(self) -> Path | None:
@@ -109,6 +112,7 @@ class DraftSettings:
             keys=client_keys(self.keys),
             vocab_len=vocab_len,
             vocab_fingerprint=vocab_sample,
+            max_services=self.max_services,
         )
 
     def text_drafter(self, gamma: int) -> TextDrafter | None:
@@ -170,13 +174,14 @@ class SequenceUpdate:
 class ClientOptions:
     """The address of the service, the longest wait for it, and the planner that it uses for this target.
 
-    `address` may be a list, of services with the same draft and the same keys (`pool.draft_client`). Clients with the
-    same `namespace` share drafts for equal sequences; without it the client makes a random one. `step_share` bounds the
-    wait for a reply to this part of the target's step time, as known from `propose`, and never above `deadline_s`; it
-    is None for planners that let the target wait on purpose. `vocab_len` is the number of the target's tokens. An
-    engine fails at a larger token id, so drafts are cut before it; without `vocab_len` the caller has to cut them.
-    `vocab_fingerprint` is that of the target's tokens (`vocabulary.read_fingerprint`). A draft model with another
-    vocabulary is not used; where a side has no fingerprint, sizes are compared.
+    `address` may be a list, of services with the same draft and the same keys, and may name services that change
+    (`pool.draft_client`); the client uses at most `max_services` of them. Clients with the same `namespace` share
+    drafts for equal sequences; without it the client makes a random one. `step_share` bounds the wait for a reply to
+    this part of the target's step time, as known from `propose`, and never above `deadline_s`; it is None for planners
+    that let the target wait on purpose. `vocab_len` is the number of the target's tokens. An engine fails at a larger
+    token id, so drafts are cut before it; without `vocab_len` the caller has to cut them. `vocab_fingerprint` is that
+    of the target's tokens (`vocabulary.read_fingerprint`). A draft model with another vocabulary is not used; where a
+    side has no fingerprint, sizes are compared.
     """
 
     address: str | Sequence[str]
@@ -189,6 +194,7 @@ class ClientOptions:
     vocab_len: int | None = None
     vocab_fingerprint: bytes = b""
     step_share: float | None = None
+    max_services: int = MAX_SERVICES
 
 
 @dataclass(slots=True)
@@ -243,6 +249,11 @@ class DraftSource(ABC):
     def namespace(self) -> bytes:
         """The namespace that keeps this target's sequences apart from those of other targets."""
         return self._namespace
+
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        """The addresses of the services that are connected."""
+        return normalize_addresses(self._options.address)
 
     @property
     @abstractmethod

@@ -259,6 +259,7 @@ def dealer_socket(context: zmq.Context[Any], address: str, keys: ClientKeys | No
     dealer.setsockopt(zmq.RECONNECT_IVL_MAX, 2000)
     _use_keys(dealer, address, keys)
     if socket_path(address) is None:
+        dealer.setsockopt(zmq.IPV6, "[" in address)
         dealer.setsockopt(zmq.HEARTBEAT_IVL, _BEAT_MS)
         dealer.setsockopt(zmq.HEARTBEAT_TIMEOUT, _DEAD_MS)
     connect_if_trusted(dealer, address)

@@ -310,6 +310,7 @@ def _bind_tcp(
     authenticator.configure_curve_callback(domain="*", credentials_provider=keyring)
     router.curve_server = True
     router.curve_publickey, router.curve_secretkey = public, secret
+    router.setsockopt(zmq.IPV6, "[" in address)
     try:
         router.bind(address)
     except zmq.ZMQError as error:
