@@ -20,7 +20,8 @@ from statistics import median
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-CONNECTIONS = 4  # sockets of one vLLM server at each service that it names: counted by `scripts/images`
+CONNECTIONS = 2  # of one vLLM server to each service that it names, counted by `scripts/images`: worker and metrics
+NAMED = 4  # services of a pool that a target names
 POWERS = (1.0, 0.42)  # a step on n cores takes n ** -power: nothing is shared; two cores of the test machine
 
 
@@ -99,7 +100,7 @@ def table(targets: int = 1000, steps_per_s: float = 10.0, cache_gb: float = 2.0)
     cheap, dear = figures.speeds
     memory_gb = figures.weights_gb + figures.process_gb + cache_gb
     per_target = steps_per_s * (1 + figures.answers + figures.draft_steps)
-    yield f"| targets of a service | speed, a row at {float(cheap):.0%} or {float(dear):.0%} | services | cores | memory, GB | connections of a service | messages a second, at most: of a service, of all |"
+    yield f"| targets of a service | speed, a row at {float(cheap):.0%} or {float(dear):.0%} | services | cores | memory, GB | connections of a service, on each node or in a pool | messages a second, at most: of a service, of all |"
     yield "|---|---|---|---|---|---|---|"
     for share in sorted(figures.speeds[cheap]):
         if share == 64 // 7:
@@ -108,7 +109,7 @@ def table(targets: int = 1000, steps_per_s: float = 10.0, cache_gb: float = 2.0)
         speeds = f"{figures.speeds[cheap][share]:.1f} or {figures.speeds[dear][share]:.1f}"
         yield (
             f"| {share} | {speeds} | {services:,} | {services * low:,} to {services * high:,} | {services * memory_gb:,.0f} "
-            f"| {CONNECTIONS * share} | {share * per_target:,.0f}, {targets * per_target:,.0f} |"
+            f"| {CONNECTIONS * share} or {CONNECTIONS * share * min(NAMED, services)} | {share * per_target:,.0f}, {targets * per_target:,.0f} |"
         )
     yield ""
     yield f"- {targets:,} targets of {steps_per_s:g} steps a second, so a draft step of {1e3 / steps_per_s / figures.draft_steps:.1f} ms."
@@ -125,6 +126,7 @@ def table(targets: int = 1000, steps_per_s: float = 10.0, cache_gb: float = 2.0)
         f"- Messages of a target's step: 1, an answer to {figures.answers:.0%} of them, and at most {figures.draft_steps:g} sent in "
         f"advance. One service took {figures.messages_per_s:,.0f} a second."
     )
+    yield f"- Connections: {CONNECTIONS} of a target to each service that it names; one on its node, or {NAMED} of a pool."
 
 
 if __name__ == "__main__":
