@@ -25,7 +25,7 @@ def no_bind(monkeypatch: pytest.MonkeyPatch) -> None:
 OURS = {"address": "ipc:///d", "planner": "pearl"}  # what `specbranch serve` sets
 DEFAULTS = {
     "settings": {}, "predictor": "confidence", "deadline_ms": 100.0, "is_gated": True, "pad": "auto", "runner": "v1",
-    "rule": "match",
+    "rule": "match", "max_services": 4,
 }  # fmt: skip
 
 
