@@ -2,7 +2,8 @@
 """Why vLLM's engine grows on a CPU: oneDNN keeps a compiled matrix product for every batch size that a weight has met.
 
 benchmarks/growth.py [--out benchmarks/growth.json] runs processes with the same requests, alone in one process each:
-bare vLLM, with lookup, and with a draft service, with oneDNN's cache as it is (1,024 products) and with a small one.
+bare vLLM, with lookup, and with a draft service whose planner submits whole windows (`sps`), with oneDNN's cache as it
+is (1,024 products) and with a small one.
 Each notes its memory every 250 requests, and which products it needed. Processes of kind `products` have no engine and
 nothing of ours: they call vLLM's matrix product with batch sizes in a random order. What is done stands in a JSONL file
 beside the result, and started again it goes on. Speed does not count, so several processes run at once.
@@ -23,7 +24,7 @@ import tempfile
 import time
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -108,7 +109,8 @@ def run(args: argparse.Namespace) -> int:
         draft_service(args, Path(name)) as address,
         ThreadPoolExecutor(args.jobs) as pool,
     ):
-        for line in pool.map(lambda case: run_case(case, args, address, end_s), left):
+        for done in as_completed(pool.submit(run_case, case, args, address, end_s) for case in left):
+            line = done.result()
             if line is not None:
                 progress.add(line)
                 print(describe(line), flush=True)
@@ -124,7 +126,7 @@ def cases(trials: int, bounded: int) -> Iterator[Case]:
     """Yield all cases, those of the first trial first."""
     for trial in range(1, trials + 1):
         for capacity in (USUAL, bounded):
-            for variant in (PRODUCTS, BARE, LOOKUP, DRAFT):
+            for variant in (PRODUCTS, BARE, DRAFT, *([LOOKUP] if capacity == USUAL else [])):
                 yield Case(variant, capacity, trial)
 
 
@@ -170,7 +172,7 @@ def measure_engine(case: Case, args: argparse.Namespace) -> Line:
     settings = {
         BARE: None,
         LOOKUP: ProposerSettings(address=None),
-        DRAFT: ProposerSettings(address=args.address, is_gated=False, deadline_ms=2000.0),
+        DRAFT: ProposerSettings(address=args.address, planner="sps", is_gated=False, deadline_ms=5000.0),
     }[case.variant]
     engine = LocalEngine(LocalEngineOptions(args.target, settings, arguments=ENGINE))
     chance = random.Random(case.trial)

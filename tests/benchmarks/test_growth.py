@@ -51,8 +51,9 @@ def test_growth_without_an_engine_counts_from_the_first_product(growth: Any) -> 
     assert growth.growth(line(growth.PRODUCTS, "products", {0: 10.0, 100: 90.0})) == pytest.approx(800.0)
 
 
-def test_each_case_has_a_partner_with_the_usual_cache(growth: Any) -> None:
-    found = list(growth.cases(trials=2, bounded=64))
+def test_each_case_with_a_small_cache_has_a_partner_with_the_usual_one(growth: Any) -> None:
+    found = set(growth.cases(trials=2, bounded=64))
 
-    assert len(set(found)) == len(found) == 16
-    assert {case.capacity for case in found} == {64, growth.USUAL}
+    small = [case for case in found if case.capacity == 64]
+    assert len(small) == 6
+    assert all(growth.Case(case.variant, growth.USUAL, case.trial) in found for case in small)
