@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import tracemalloc
 
 import pytest
 from hypothesis import given
@@ -216,7 +217,7 @@ def test_histories_stay_within_their_room(answers: list[list[int]], data: st.Dat
         memory.add(memory.begin(), tokens)
         assert sum(memory.num_tokens for memory in memories) <= 20
         for length, position, kept in memory.matches(tokens):
-            assert kept[position - length : position] == tokens[-length:]
+            assert list(kept[position - length : position]) == tokens[-length:]
 
 
 def test_a_busy_target_forgets_its_own_answers_and_an_idle_one_gives_way_in_time() -> None:
@@ -332,3 +333,22 @@ def test_a_position_is_looked_for_among_the_64_newest_of_its_place_in_the_table(
     found = [indexed([*tokens[: 1 + others], 0]).matches([sought]) for others in (63, 64)]
 
     assert [len(matches) for matches in found] == [1, 0]
+
+
+def test_answers_that_grow_in_turns_take_no_more_than_a_hundred_bytes_a_token() -> None:
+    """A server decodes many answers at once, so each token begins a new segment of the index."""
+    history, chance = OutputHistory(), random.Random(1)
+    tracemalloc.start()
+    try:
+        for _ in range(100):
+            growing = [history.begin() for _ in range(16)]
+            for _ in range(12):
+                for one in growing:
+                    history.add(one, [chance.randrange(1000, 50_000)])
+        del growing, one
+        used = tracemalloc.get_traced_memory()[0]
+    finally:
+        tracemalloc.stop()
+
+    assert history.num_tokens == 100 * 16 * 11
+    assert used / history.num_tokens < 100

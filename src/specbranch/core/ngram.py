@@ -41,7 +41,7 @@ _MAX_NEWEST = 2048  # tokens to index right before a guess; an answer to the tar
 _MAX_LOAD = 4  # positions for each entry of the table of hashes
 _MIN_VECTORISED = 64  # new positions from which NumPy is faster than a loop
 _HASH_BITS, _MASK, _MIXER = 32, 0xFFFFFFFF, 0x9E3779B1
-_CAPACITY = 1 << 20  # tokens in the histories of all targets together; some 40 bytes each
+_CAPACITY = 1 << 20  # tokens in the histories of all targets together; 50 to 100 bytes each
 _GENERATION = 1 << 16  # tokens of past answers that one index holds
 
 
@@ -153,16 +153,18 @@ def _vote(matches: Sequence[_Voter]) -> tuple[int, float, list[_Voter]]:
 class NgramIndex:
     """Finds where the last tokens of a context occurred in lists of tokens, which may only grow.
 
-    Memory: 24 bytes for each token and 3 to 24 for the tables, besides the lists. One thread may look up while another
-    adds tokens.
+    Memory: 24 bytes for each token, 3 to 24 for the tables, and 20 for each segment, besides the lists. One thread may
+    look up while another adds tokens.
     """
 
     def __init__(self) -> None:
         self._chains = [_HashChains() for _ in _LENGTHS]
         # Positions of all lists are numbered in the order in which they were added. A segment is a part of a list; its
-        # shift is the difference between the numbers and the positions in the list.
-        self._starts: list[int] = []
-        self._segments: list[tuple[Sequence[int], int]] = []
+        # shift is the difference between the numbers and the positions in the list. Answers that grow at the same time
+        # begin a segment with almost every token, so segments are in arrays.
+        self._lists: list[Sequence[int]] = []
+        self._shifts = array("q")
+        self._starts = array("i")
 
     @property
     def num_positions(self) -> int:
@@ -172,9 +174,10 @@ class NgramIndex:
     def add(self, tokens: Sequence[int], begin: int, end: int) -> None:
         """Index the positions of `tokens` from `begin` to `end`, without it; `begin` must be at least 1."""
         shift = len(self._chains[0]) - begin
-        if not self._segments or self._segments[-1][0] is not tokens or self._segments[-1][1] != shift:
-            self._segments.append((tokens, shift))
-            self._starts.append(begin + shift)
+        if not self._lists or self._lists[-1] is not tokens or self._shifts[-1] != shift:
+            self._lists.append(tokens)
+            self._shifts.append(shift)
+            self._starts.append(begin + shift)  # at last: another thread may be reading
         is_many = end - begin >= _MIN_VECTORISED
         for length, chains in zip(_LENGTHS, self._chains, strict=True):
             if is_many:
@@ -193,10 +196,11 @@ class NgramIndex:
                 continue
             found: list[Match] = []
             for number in chains.find(_hash(context[-length:])):
-                tokens, shift = self._segments[bisect_right(self._starts, number) - 1]
-                num_equal = _num_equal(tokens, number - shift, context)
+                segment = bisect_right(self._starts, number) - 1
+                tokens, position = self._lists[segment], number - self._shifts[segment]
+                num_equal = _num_equal(tokens, position, context)
                 if num_equal >= length and tokens is not other_than:
-                    found.append(Match(num_equal, number - shift, tokens))
+                    found.append(Match(num_equal, position, tokens))
             if found:
                 return found
         return []
@@ -314,7 +318,7 @@ class PastOutput:
     __slots__ = ("tokens",)
 
     def __init__(self) -> None:
-        self.tokens: list[int] = []
+        self.tokens = array("i")
 
 
 class HistoryBudget:
