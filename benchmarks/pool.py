@@ -52,21 +52,29 @@ _START_S = 60.0
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    args = run_arguments(__doc__, RESULT)
+    if args is not None:
+        document = measure() | {"simulated": simulated()}
+        args.out.write_text(json.dumps(document, indent=1) + "\n")
+        print(json.dumps({name: document[name] for name in document if name not in ("hits_per_s", "provenance")}))
+
+
+def run_arguments(description: str | None, result: Path) -> argparse.Namespace | None:
+    """Return the arguments of a run; in a process that a run has started, do its part and return None."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--serve", metavar="ADDRESS", help=argparse.SUPPRESS)
     parser.add_argument("--target", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--addresses", nargs="+", help=argparse.SUPPRESS)
     parser.add_argument("--begin", type=float, help=argparse.SUPPRESS)
-    parser.add_argument("--out", type=Path, default=RESULT)
+    parser.add_argument("--out", type=Path, default=result)
     args = parser.parse_args()
     if args.serve:
         serve(args.serve)
     elif args.target is not None:
         decode(args.target, args.addresses, args.begin, args.out)
     else:
-        document = measure() | {"simulated": simulated()}
-        args.out.write_text(json.dumps(document, indent=1) + "\n")
-        print(json.dumps({name: document[name] for name in document if name not in ("hits_per_s", "provenance")}))
+        return args
+    return None
 
 
 def number_of(text: Sequence[int], salt: bytes) -> int:

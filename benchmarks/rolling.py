@@ -7,7 +7,6 @@ that gets a draft. A call fails if it raises or ends after its deadline.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import sys
@@ -35,18 +34,8 @@ LOW = 0.8  # of the hit rate before
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--serve", metavar="ADDRESS", help=argparse.SUPPRESS)
-    parser.add_argument("--target", type=int, help=argparse.SUPPRESS)
-    parser.add_argument("--addresses", nargs="+", help=argparse.SUPPRESS)
-    parser.add_argument("--begin", type=float, help=argparse.SUPPRESS)
-    parser.add_argument("--out", type=Path, default=RESULT)
-    args = parser.parse_args()
-    if args.serve:
-        pool.serve(args.serve)
-        return
-    if args.target is not None:
-        pool.decode(args.target, args.addresses, args.begin, args.out)
+    args = pool.run_arguments(__doc__, RESULT)
+    if args is None:
         return
     document = measure()
     args.out.write_text(json.dumps(document, indent=1) + "\n")
