@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from specbranch.bench.load import LoadTestError, plan_load, serve_words, server
+from specbranch.bench.load import LoadTestError, mean_phases, plan_load, serve_words, server
 from specbranch.bench.report import load_table, section_of, write_report
 from specbranch.bench.results import Record, Results
 from specbranch.bench.scenario import BenchMethod, PromptSet, Scenario, Served
@@ -48,6 +48,18 @@ def test_a_server_that_ends_at_once_is_told_with_its_log(tmp_path: Path, monkeyp
     monkeypatch.setattr(sys, "argv", ["specbranch"])
     with pytest.raises(LoadTestError, match=r"was not found|not installed"), server(["model"], tmp_path / "log"):
         pass
+
+
+def test_what_the_server_counts_is_taken_between_two_readings() -> None:
+    """40 requests came meanwhile; the first two were the warm-up."""
+    before = {"queue": (0.5, 2.0), "prefill": (1.0, 2.0), "step": (300.0, 20.0)}
+    after = {"queue": (2.5, 42.0), "prefill": (9.0, 42.0), "step": (4300.0, 1020.0)}
+
+    assert mean_phases(before, after) == {
+        "phases_ms": {"queue": 50.0, "prefill": 200.0},
+        "steps": 1000,
+        "step_tokens": 4000,
+    }
 
 
 def record(method: str, rate: float, tpot_ms: float, repeat: int = 0) -> Record:

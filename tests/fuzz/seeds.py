@@ -45,6 +45,7 @@ def _request() -> Iterator[bytes]:
     yield messages.encode(messages.StatsRequest(3, b"me"))
     yield messages.encode(messages.OverviewRequest(4))
     yield messages.encode(messages.Drain(5))
+    yield messages.encode(messages.Rest(b"me"))
 
 
 def _reply() -> Iterator[bytes]:

@@ -22,6 +22,7 @@ from specbranch.service.wire.messages import (
     Hello,
     OpenSequences,
     OverviewRequest,
+    Rest,
     StatsRequest,
     StepRequest,
     Welcome,
@@ -113,7 +114,7 @@ def main() -> None:
             request = decode_request(frame)
             if isinstance(request, Hello):
                 router.send_multipart((client, encode(Welcome(VERSION, request.round, "rogue", FOREIGN + 1))))
-            elif not isinstance(request, OpenSequences):
+            elif not isinstance(request, OpenSequences | Rest):
                 streams[client] = _DEEDS[args.deed](request)
         for client, stream in list(streams.items()):
             if not _send_on(router, client, stream):

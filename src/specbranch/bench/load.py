@@ -14,6 +14,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,9 +28,18 @@ from specbranch.launch.child import Child, join_cores
 from specbranch.launch.vllm_flags import flags_of
 from specbranch.launch.vllm_server import HttpEndpoint
 from specbranch.machine import provenance
+from specbranch.service.client.stats import parse_metrics_text
 
 _VLLM = "specbranch.launch.vllm_server"  # vLLM's own command line
 _STOP_S, _LOOK_S = 60.0, 0.5
+# Histograms of vLLM, of requests and of tokens in a step.
+_PHASES = {
+    "queue": "vllm:request_queue_time_seconds",
+    "prefill": "vllm:request_prefill_time_seconds",
+    "step": "vllm:iteration_tokens_total",
+}
+_METRICS_S = 60.0
+Totals = dict[str, tuple[float, float]]
 _TIMES = ("ttft", "tpot", "itl", "e2el")
 _PERCENTILES = (50, 99)
 
@@ -94,10 +104,11 @@ def run_load(
                 on_stage(f"starting a server for {current.name}")
                 url = stack.enter_context(server(serve_words(scenario, trial.method), directory / "server.log"))
                 _load(scenario, url, prompts, 4.0, 4, directory)  # warm-up
+            before = read_totals(url)
             measured = _load(scenario, url, prompts, trial.rate, scenario.served.requests, directory)
-            write_line(
-                sink, {"method": trial.method.name, "rate": trial.rate, "repeat": trial.repeat, **_stats(measured)}
-            )
+            phases = mean_phases(before, read_totals(url))
+            named = {"method": trial.method.name, "rate": trial.rate, "repeat": trial.repeat}
+            write_line(sink, {**named, **_stats(measured), **phases})
         progress(len(trials), len(trials))
 
 
@@ -189,6 +200,27 @@ def _stats(measured: dict[str, Any]) -> Record:
         "tokens_per_s": measured["output_throughput"],
         "times_ms": times,
     }
+
+
+def read_totals(url: str) -> Totals:
+    """Return the totals of vLLM's histograms in `_PHASES` since the server's start: sum and count, by name."""
+    with urllib.request.urlopen(f"{url}/metrics", timeout=_METRICS_S) as page:
+        samples = list(parse_metrics_text(page.read().decode()))
+
+    def total(name: str) -> float:
+        return sum([sample.value for sample in samples if sample.name == name])
+
+    return {name: (total(f"{metric}_sum"), total(f"{metric}_count")) for name, metric in _PHASES.items()}
+
+
+def mean_phases(before: Totals, after: Totals) -> Record:
+    """Return what vLLM itself counted between two readings: mean times in the queue and in prefill, and its steps.
+
+    The rest of the time to the first token is the wait for the step that runs when a request comes, and the server's.
+    """
+    change = {name: (after[name][0] - before[name][0], after[name][1] - before[name][1]) for name in after}
+    means = {name: round(1000 * change[name][0] / max(change[name][1], 1), 1) for name in ("queue", "prefill")}
+    return {"phases_ms": means, "steps": int(change["step"][1]), "step_tokens": int(change["step"][0])}
 
 
 def _write_prompts(scenario: Scenario, served: Served, data: Path, directory: Path) -> Path:

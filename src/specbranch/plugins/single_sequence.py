@@ -98,6 +98,8 @@ class SingleSequenceDrafts:
         if self._client is not None and self._was_asked:
             (answer,) = self._client.propose([update], step_s if was_asked and not num_from_text else None)
             self._waited_s = self._client.waited_s
+        elif self._client is not None and was_asked and self._gate is not None and not self._gate.was_open:
+            self._client.rest()
         draft = answer.tokens
         self._num_from_service = min(len(draft), max_len)
         if self._text_drafter is not None and step_s is not None:

@@ -42,6 +42,10 @@ class FixedClient:
         self.expected: list[list[int]] = []
         self.step_s: float | None = None
         self.waited_s = 0.0
+        self.num_rests = 0
+
+    def rest(self) -> None:
+        self.num_rests += 1
 
     def announce_prompts(self, prompts: Sequence[list[int]]) -> None:
         self.expected += prompts
@@ -551,6 +555,18 @@ def test_a_step_that_was_not_asked_about_is_not_taken_for_a_part_of_the_next(mon
         seen.append(is_worthwhile and client.step_s is not None)
 
     assert seen == [False, True, False, False, True]
+
+
+def test_the_service_is_told_once_that_the_gate_has_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    proposer = proposer_with(monkeypatch, is_gated=True)
+    client: Any = proposer.core._client
+    num_rests = []
+    for length, is_worthwhile in ((3, False), (4, True), (5, False), (6, False), (7, True), (8, False)):
+        monkeypatch.setattr(proposer.core._gate, "is_worthwhile", lambda *_, found=is_worthwhile: found)
+        proposer.propose([[length]], *tokens(list(range(1, length + 1))))
+        num_rests.append(client.num_rests)
+
+    assert num_rests == [0, 0, 1, 1, 1, 2]
 
 
 @pytest.fixture

@@ -135,6 +135,18 @@ def test_equal_prompts_of_several_targets_meet_at_one_service_and_all_services_a
         walk.assert_text_is_the_targets()
 
 
+def test_all_services_of_a_pool_are_told_to_rest(tmp_path: Path) -> None:
+    addresses = sockets(tmp_path, "one", "two")
+    with serving(addresses) as servers, pool_of(addresses) as pool:
+        for service in range(2):
+            walk_until_accepted(Walk(pool, prompts_for(addresses, service)[0]))
+        assert not any(session.is_paused for server in servers for session in server.store.snapshot())
+        pool.rest()
+
+        wait_for(lambda: all(session.is_paused for server in servers for session in server.store.snapshot()))
+        assert all(server.store.snapshot() for server in servers)
+
+
 def test_a_batch_is_drafted_for_by_all_services_in_one_call(tmp_path: Path) -> None:
     addresses = sockets(tmp_path, "one", "two", "three")
     prompts = [prompts_for(addresses, service)[0] for service in range(3)]

@@ -27,6 +27,7 @@ from specbranch.service.wire.messages import (
     OpenSequences,
     Reply,
     Request,
+    Rest,
     StatsReply,
     StatsRequest,
     StepRequest,
@@ -533,6 +534,25 @@ def test_a_session_that_its_target_leaves_out_gets_no_rows_until_it_is_back() ->
     bench.step(text, likely(text))
     bench.work()
     assert left.core.stats.rows > rows
+
+
+def test_a_client_that_rests_gets_no_rows_until_its_next_step() -> None:
+    bench = Bench()
+    text = [1, 2, 3]
+    bench.open(text, planner="sps", gamma=32)
+    bench.open([9, 8, 7], planner="sps", gamma=32)
+    bench.step(text, likely(text), wait_ms=1000.0)
+    bench.work(2)
+    before = bench.runner.counts.rows
+    assert bench.ask(Rest(b"ours")) == []
+    bench.work()
+
+    assert before > 0 and bench.runner.counts.rows == before
+    assert not bench.handler.answer_ready() and bench.handler.next_deadline_s() is None, "nobody waits for the reply"
+    text.append(likely(text))
+    bench.step(text, likely(text), wait_ms=1000.0)
+    bench.work()
+    assert bench.runner.counts.rows > before
 
 
 def test_a_session_stays_while_another_target_works() -> None:

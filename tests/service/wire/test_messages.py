@@ -33,6 +33,7 @@ from specbranch.service.wire.messages import (
     PrefetchRow,
     Reply,
     Request,
+    Rest,
     StatsReply,
     StatsRequest,
     StepRequest,
@@ -77,6 +78,7 @@ REQUESTS: list[Request] = [
     StepRequest(12, b"ours", 0.0, [StepRow(NAME, [4], NAME, 0)], 9000, OtherRows(3, 12, 5)),
     Drain(13),
     Drain(14, False),
+    Rest(b"ours"),
     StatsRequest(10, b"ours"),
     OverviewRequest(11),
 ]

@@ -31,6 +31,7 @@ from specbranch.service.wire.messages import (
     OpenSequences,
     Reply,
     Request,
+    Rest,
     Welcome,
     common_version,
     decode_reply,
@@ -147,17 +148,19 @@ def test_once_agreed_an_error_is_one_of_the_service() -> None:
 
 
 class Kept:
-    """A transport that keeps what is sent, and nothing comes."""
+    """A transport that keeps what is sent; nothing comes but `replies`."""
 
     def __init__(self) -> None:
         self.frames: list[bytes] = []
+        self.replies: list[list[bytes]] = []
 
     def send(self, frame: bytes) -> bool:
         self.frames.append(frame)
         return True
 
     def receive(self, max_messages: int) -> list[list[bytes]]:
-        return []
+        found, self.replies = self.replies, []
+        return found
 
     def await_readable(self, timeout_s: float) -> bool:
         return False
@@ -180,6 +183,19 @@ def test_a_client_offers_both_versions_before_anything_else() -> None:
 
     assert first == Hello(VERSION, 0, OLDEST_VERSION)
     assert isinstance(second, OpenSequences)
+
+
+@pytest.mark.parametrize("version", [OLDEST_VERSION, VERSION])
+def test_only_a_service_that_knows_rest_is_told_to(version: int) -> None:
+    transport = Kept()
+    client = DraftClient(ClientOptions("ipc:///nowhere", "pearl"), transport=transport)
+    client.rest()
+    assert not transport.frames, "nothing is agreed yet"
+    transport.replies = [[encode(Welcome(version, 0, "model", 50))]]
+    client.connection.drain_replies(0.0)
+    client.rest()
+
+    assert list(map(decode_request, transport.frames)) == ([Rest(client.namespace)] if version == VERSION else [])
 
 
 def test_an_error_that_was_taken_for_a_refusal_costs_no_version() -> None:

@@ -122,6 +122,8 @@ class BatchDrafter:
         may_ask = client is not None and (
             gate is None or self._gate.is_worthwhile(gate, num_new, step_s, last.num_submitted > 0)
         )
+        if client is not None and last.was_asked and not may_ask:
+            client.rest()
         updates = self._updates(rows, may_ask) if may_ask or text is not None else {}
         # vLLM adds one token of its own after the draft; both must fit.
         rooms = [min(self.max_draft_tokens, max(self._max_model_len - len(row.tokens) - 1, 0)) for row in rows]

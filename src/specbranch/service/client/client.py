@@ -47,11 +47,13 @@ from specbranch.service.wire.messages import (
     PrefetchPush,
     Reply,
     Request,
+    Rest,
     StepRequest,
     StepRow,
     Welcome,
     WireHint,
     WireSampling,
+    knows,
     pack_tokens,
 )
 from specbranch.service.wire.payloads import Tokens
@@ -139,6 +141,11 @@ class ServiceConnection:
         is_sent = self.send(StepRequest(self._round, self._namespace, wait_s * 1000 * 0.9, rows, step_us, beside))
         self._counts.unreachable += not is_sent
         return is_sent
+
+    def send_rest(self) -> None:
+        """Tell the service to stop drafting until the next step, if it can be reached and knows that message."""
+        if self.is_connected and self._versions.knows(Rest):
+            self.send(Rest(self._namespace))
 
     def send(self, message: Request) -> bool:
         """Send a message without waiting and return True; if that fails, reset the connection's state and return False.
@@ -252,6 +259,10 @@ class AgreedVersion:
         self.is_agreed = False
         self._is_old = False  # the service knows the oldest version only
         self._num_offers = 0  # greetings in the newest version that were not answered yet
+
+    def knows(self, message: type[Request]) -> bool:
+        """Return whether the service knows messages of this type."""
+        return knows(self.version, message)
 
     def hello(self, round: int) -> Hello:
         """Return the next greeting, which offers both versions, unless the service has refused such a greeting."""
@@ -436,6 +447,9 @@ class DraftClient(DraftSource):
             self.connection.ask_again()
         elif not self.is_lagging:
             self.open(prompts, end_s)
+
+    def _rest(self) -> None:
+        self.connection.send_rest()
 
     def _prepare_row(
         self, index: int, row: SequenceUpdate, delta: SequenceDelta, advanced: AdvancedSession

@@ -280,6 +280,10 @@ class DraftSource(ABC):
     def _announce_prompts(self, prompts: Sequence[Tokens], end_s: float) -> None:
         """Send the service prompts that the target begins to prefill, as many as possible until `end_s`."""
 
+    @abstractmethod
+    def _rest(self) -> None:
+        """Tell every service in use that no drafts are wanted for now."""
+
     def propose(self, rows: Sequence[SequenceUpdate], step_s: float | None = None) -> list[Draft]:
         """Send the verdicts of a step and return a draft for every row, `NO_ANSWER` if it comes too late. Never raise.
 
@@ -313,6 +317,18 @@ class DraftSource(ABC):
         except Exception:
             self.counts.faults += 1
             log.exception("the draft client failed; prompts will be sent with their first tokens")
+
+    def rest(self) -> None:
+        """Tell the service that the target wants no drafts until the next call of `propose`. Wait for nothing.
+
+        The service then leaves its cores and its cache to others. Never raise.
+        """
+        try:
+            if self._owner.is_current():
+                self._rest()
+        except Exception:
+            self.counts.faults += 1
+            log.exception("the draft client failed; the draft service is not told to rest")
 
     def _reply_timeout_s(self, step_s: float) -> float:
         """Return how long the target may wait for a reply, after adding `step_s` to the average of its step times.

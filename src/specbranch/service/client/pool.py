@@ -236,6 +236,10 @@ class DraftPool(DraftSource):
             self._services[address].used_s = self._clock()
             self._services[address].client.open(own, end_s)
 
+    def _rest(self) -> None:
+        for service in self._services.values():
+            service.client.connection.send_rest()
+
     def _usable(self, end_s: float) -> set[str]:
         """Handle all replies that have come, and return the addresses of the services that can be used.
 

@@ -98,8 +98,9 @@ class DraftSession:
 
     @property
     def is_paused(self) -> bool:
-        """Whether drafting pauses, because a target that decoded the sequence has left it out of more than 4 steps."""
-        return self.has_verdict and self.client.steps - self._last_step > _MAX_MISSED_STEPS
+        """Whether drafting pauses: the target left out the sequence that it decodes in more than 4 steps, or rests."""
+        is_left_out = self.has_verdict and self.client.steps - self._last_step > _MAX_MISSED_STEPS
+        return self.client.is_resting or is_left_out
 
     @property
     def is_idle(self) -> bool:

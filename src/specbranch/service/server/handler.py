@@ -46,6 +46,7 @@ from specbranch.service.wire.messages import (
     PrefetchRow,
     Reply,
     Request,
+    Rest,
     StatsRequest,
     StepRequest,
     StepRow,
@@ -58,7 +59,6 @@ log = logging.getLogger(__name__)
 
 Client = bytes
 Answer = tuple[Client, Reply]
-_MAX_NAMESPACES = 4  # of one client; ours use one
 _MAX_PROBS = MAX_REPLY // 2  # bytes of probabilities in a message
 _MAX_PUSHES = 64  # to one client between two of its steps: more would not be in time for the verdict
 _NO_DRAFT = Draft([])
@@ -116,6 +116,7 @@ class RequestHandler:
             OpenSequences: self._serve_open,
             Hello: self._serve_hello,
             Drain: self._serve_drain,
+            Rest: self._serve_rest,
             StatsRequest: lambda client, request, _: [(client, self.metrics.stats_reply(request))],
             OverviewRequest: lambda client, request, _: [(client, self.metrics.overview(request))],
         }
@@ -170,21 +171,9 @@ class RequestHandler:
         if len(frames) != 1:
             raise FrameError(f"a message has one frame, this one has {len(frames)}; update the client")
         request = decode_request(frames[0])
-        if user and isinstance(request, StepRequest | OpenSequences | StatsRequest):
+        if user and isinstance(request, StepRequest | OpenSequences | Rest | StatsRequest):
             request = msgspec.structs.replace(request, namespace=_user_name(user) + request.namespace)
         return self._serve_by_type[type(request)](client, request, user)
-
-    def _activity(self, client: Client, namespace: bytes) -> ClientActivity:
-        """Return the activity of a client, after adding `namespace` to the client's namespaces.
-
-        Raise `FrameError` if these are too many: they are limited because each counts as a tenant.
-        """
-        activity = self.lookup.tenants.client(client)
-        if namespace not in activity.namespaces:
-            if len(activity.namespaces) == _MAX_NAMESPACES:
-                raise FrameError(f"a client has at most {_MAX_NAMESPACES} namespaces; connect anew for another one")
-            activity.namespaces.add(namespace)
-        return activity
 
     def _error_reply(self, client: Client, error: Exception) -> Answer:
         """Record an internal error, drop the step for which this client awaits a reply, and return the error reply."""
@@ -205,7 +194,7 @@ class RequestHandler:
         return [(client, Welcome(version, hello.round, name, info.vocab_len, fingerprint, is_draining))]
 
     def _serve_open(self, client: Client, request: OpenSequences, user: bytes) -> Iterable[Answer]:
-        activity = self._activity(client, request.namespace)
+        activity = self.lookup.tenants.client_in(client, request.namespace)
         is_accepted = self.lookup.open(activity, request, _user_name(user) if user else b"")
         return [] if is_accepted else [(client, self._draining())]
 
@@ -224,6 +213,12 @@ class RequestHandler:
             state = self._draining()
             yield from ((other, state) for other in self.lookup.tenants.clients)
 
+    def _serve_rest(self, client: Client, request: Rest, _: bytes) -> Iterable[Answer]:
+        """Stop drafting for the client until its next step; a reply that it awaited is not sent."""
+        self.lookup.tenants.client_in(client, request.namespace).is_resting = True
+        self._waiting.remove(client)
+        return []
+
     def _draining(self, round: int = 0) -> Draining:
         return Draining(round, self._store.is_draining, self._store.num_active(self._clock()))
 
@@ -234,7 +229,7 @@ class RequestHandler:
         the target has prefetched do not affect the reply; where possible, they are committed after it.
         """
         now_s = self._clock()
-        activity = self._activity(client, step.namespace)
+        activity = self.lookup.tenants.client_in(client, step.namespace)
         self.lookup.tenants.record_step(step, now_s)
         abandoned = self._waiting.remove(client)
         if abandoned is not None:

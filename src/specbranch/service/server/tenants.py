@@ -7,9 +7,10 @@ from dataclasses import dataclass, field
 
 from specbranch.core.costs import PairModel, StepTimeModel
 from specbranch.core.ngram import HistoryBudget, OutputHistory
-from specbranch.service.wire.messages import OLDEST_VERSION, OtherRows, StepRequest
+from specbranch.service.wire.messages import OLDEST_VERSION, FrameError, OtherRows, StepRequest
 
 _MAX_TENANTS = _MAX_CLIENTS = 1024
+_MAX_NAMESPACES = 4  # of one client; ours use one
 _MAX_STEP_S = 10.0  # after a longer pause between two steps the target was idle
 _NO_ROWS = OtherRows(0, 0, 0)
 
@@ -23,19 +24,24 @@ class _Tenant:
 
 @dataclass(slots=True, eq=False)
 class ClientActivity:
-    """The activity of one client: its steps, its namespaces, and the `PrefetchPush` messages since its last step."""
+    """The activity of one client: its steps, its namespaces, and the `PrefetchPush` messages since its last step.
+
+    `is_resting`: the client has said that it wants no drafts until its next step.
+    """
 
     client: bytes = b""
     steps: int = 0
     last_message_s: float = 0.0
     num_pushes: int = 0
+    is_resting: bool = False
     namespaces: set[bytes] = field(default_factory=set)
 
     def begin_step(self, now_s: float) -> None:
-        """Count a step that came at `now_s`, and reset the number of `PrefetchPush` messages since the last step."""
+        """Count a step that came at `now_s`; the client rests no longer, and no `PrefetchPush` was sent to it since."""
         self.steps += 1
         self.last_message_s = now_s
         self.num_pushes = 0
+        self.is_resting = False
 
 
 class Tenants:
@@ -60,6 +66,18 @@ class Tenants:
             if len(self._clients) > _MAX_CLIENTS:
                 self._clients.popitem(last=False)
         self._clients.move_to_end(name)
+        return client
+
+    def client_in(self, name: bytes, namespace: bytes) -> ClientActivity:
+        """Return the activity of a client, after adding `namespace` to the client's namespaces.
+
+        Raise `FrameError` if these are too many: they are limited because each counts as a tenant.
+        """
+        client = self.client(name)
+        if namespace not in client.namespaces:
+            if len(client.namespaces) == _MAX_NAMESPACES:
+                raise FrameError(f"a client has at most {_MAX_NAMESPACES} namespaces; connect anew for another one")
+            client.namespaces.add(namespace)
         return client
 
     def greet(self, name: bytes, version: int) -> None:

@@ -7,12 +7,12 @@ Clients and services speak `VERSION` and the version before it (`OLDEST_VERSION`
 one. The client's `Hello` names both; the service answers in the newest one that it speaks too, and each side writes in
 that one from then on, until then in the oldest one. A new version may only append fields with defaults to a message, or
 add messages. Then one decoder reads both versions, and `encode` leaves out what the peer does not know: such fields
-are counted in `_NUM_FIELDS`, and new messages must not be sent to an old peer.
+are counted in `_NUM_FIELDS`. New messages, listed in `_UNKNOWN`, are not sent to an old peer (`knows`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Annotated, Any, Literal, TypeVar, get_args
 
 import msgspec
@@ -229,6 +229,15 @@ class ErrorReply(Struct, tag="refused", array_like=True, frozen=True, forbid_unk
     reason: Annotated[str, Meta(max_length=512)]
 
 
+class Rest(Struct, tag="rest", array_like=True, frozen=True, forbid_unknown_fields=True):
+    """Word that the client asks for no drafts for now: the service stops drafting for it until its next step.
+
+    There is no reply. It came with version 13.
+    """
+
+    namespace: Namespace
+
+
 class StatsRequest(Struct, tag="get-stats", array_like=True, frozen=True, forbid_unknown_fields=True):
     """A request for the counters of one namespace."""
 
@@ -277,10 +286,12 @@ class Overview(Struct, tag="overview", array_like=True, frozen=True, forbid_unkn
     figures: Annotated[dict[ShortString, MetricValue], Meta(max_length=128)]
 
 
-Request = Hello | StepRequest | OpenSequences | Drain | StatsRequest | OverviewRequest
+Request = Hello | StepRequest | OpenSequences | Drain | Rest | StatsRequest | OverviewRequest
 Reply = Welcome | DraftReply | PrefetchPush | Draining | ErrorReply | StatsReply | Overview
 # By version, the messages that have got further fields since, and how many fields they have in that version.
 _NUM_FIELDS: Mapping[int, Mapping[type[Request | Reply], int]] = {12: {Hello: 2}}
+# By version, the messages that a peer which speaks it does not know.
+_UNKNOWN: Mapping[int, Collection[type[Request | Reply]]] = {12: {Rest}}
 
 _requests: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
 _replies: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(Reply)
@@ -302,6 +313,11 @@ def encode(message: Request | Reply, version: int = VERSION) -> bytes:
     if num_fields is None:
         return _encoder.encode(message)
     return _encoder.encode((message.__struct_config__.tag, *msgspec.structs.astuple(message)[:num_fields]))
+
+
+def knows(version: int, message: type[Request | Reply]) -> bool:
+    """Return whether a peer that speaks this version knows messages of this type."""
+    return message not in _UNKNOWN.get(version, ())
 
 
 def common_version(hello: Hello) -> int | None:
