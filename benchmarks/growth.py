@@ -38,6 +38,7 @@ from specbranch.machine import provenance
 
 RESULT = Path(__file__).parent / "growth.json"
 PRODUCTS, BARE, LOOKUP, DRAFT = "products", "bare", "lookup", "draft"
+VARIANTS = (PRODUCTS, BARE, DRAFT, LOOKUP)
 CAPACITY = "ONEDNN_PRIMITIVE_CACHE_CAPACITY"
 USUAL = 1024  # oneDNN's own capacity
 CAPACITIES = (64, 128, 256, 512, USUAL)
@@ -74,7 +75,8 @@ def main() -> None:
     parser.add_argument("--draft", default="smollm2-short", help="the same")
     parser.add_argument("--requests", type=int, default=1000, help="of each process")
     parser.add_argument("--trials", type=int, default=3)
-    parser.add_argument("--bounded", type=int, default=64, help="the small capacity of oneDNN's cache")
+    parser.add_argument("--bounded", type=int, default=64, help="the small capacity of oneDNN's cache; 0: none")
+    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS), help="only these")
     parser.add_argument("--jobs", type=int, default=2, help="processes at once")
     parser.add_argument("--minutes", type=float, default=60.0, help="no process is started later")
     parser.add_argument("--out", type=Path, default=RESULT)
@@ -101,7 +103,7 @@ def run(args: argparse.Namespace) -> int:
         "engine": ENGINE,
     }
     progress = Progress(args.out.with_suffix(".progress.jsonl"), setup)
-    wanted = list(cases(args.trials, args.bounded))
+    wanted = [case for case in cases(args.trials, args.bounded) if case.variant in args.variants]
     left = [case for case in wanted if not progress.of("case", **asdict(case))]
     end_s = time.monotonic() + 60 * args.minutes
     with (
@@ -123,10 +125,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def cases(trials: int, bounded: int) -> Iterator[Case]:
-    """Yield all cases, those of the first trial first."""
+    """Yield all cases, those of the first trial first; those with the small capacity only if there is one."""
     for trial in range(1, trials + 1):
-        for capacity in (USUAL, bounded):
-            for variant in (PRODUCTS, BARE, DRAFT, *([LOOKUP] if capacity == USUAL else [])):
+        for capacity in (USUAL, bounded) if bounded else (USUAL,):
+            for variant in VARIANTS:
                 yield Case(variant, capacity, trial)
 
 

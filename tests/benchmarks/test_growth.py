@@ -55,5 +55,6 @@ def test_each_case_with_a_small_cache_has_a_partner_with_the_usual_one(growth: A
     found = set(growth.cases(trials=2, bounded=64))
 
     small = [case for case in found if case.capacity == 64]
-    assert len(small) == 6
+    assert len(small) == 8
     assert all(growth.Case(case.variant, growth.USUAL, case.trial) in found for case in small)
+    assert {case.capacity for case in growth.cases(trials=1, bounded=0)} == {growth.USUAL}
