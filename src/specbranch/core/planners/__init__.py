@@ -5,6 +5,7 @@ Other packages add planners with `register_planner`; `specbranch.extensions` fin
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import fields
 from typing import Any, TypeVar
@@ -67,7 +68,12 @@ def settings_type(name: str) -> type[Settings]:
 
 def setting_names(name: str) -> tuple[str, ...]:
     """Return the names of the settings of the planner with this name."""
-    return tuple(field.name for field in fields(settings_type(name)))
+    return _field_names(settings_type(name))
+
+
+@functools.cache
+def _field_names(settings: Any) -> tuple[str, ...]:
+    return tuple(field.name for field in fields(settings))
 
 
 def draft_length_limit(name: str) -> int:
