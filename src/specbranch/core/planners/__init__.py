@@ -68,11 +68,12 @@ def settings_type(name: str) -> type[Settings]:
 
 def setting_names(name: str) -> tuple[str, ...]:
     """Return the names of the settings of the planner with this name."""
-    return _field_names(settings_type(name))
+    found: Any = settings_type(name)
+    return _field_names(found)
 
 
 @functools.cache
-def _field_names(settings: Any) -> tuple[str, ...]:
+def _field_names(settings: type[Settings]) -> tuple[str, ...]:
     return tuple(field.name for field in fields(settings))
 
 
