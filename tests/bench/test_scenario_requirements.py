@@ -121,6 +121,7 @@ def test_engines_that_do_not_fit_together_are_refused_with_how_many_do(
     """Each engine has a gigabyte of weights and a GiB of cache; the draft has a gigabyte too."""
     peer = 'speculative_config = { method = "ngram" }'
     monkeypatch.setattr("specbranch.machine.free_host_memory", lambda: 5 * 10**9)
+    monkeypatch.setattr("specbranch.bench.scenario._LOAD_PACKAGE", "json")
     with pytest.raises(ScenarioError, match=r"2 engines at once need 4\.1 GB.*4\.0 GB.*set engines_at_once = 1"):
         check(tmp_path, peer)
     check(tmp_path, peer, "engines_at_once = 1\n")
@@ -135,6 +136,14 @@ def test_engines_that_do_not_fit_together_are_refused_with_how_many_do(
         monkeypatch.setattr("specbranch.machine.free_host_memory", lambda free=free: free)
         monkeypatch.setattr(installed, "runs_on_cpu", lambda free=free: free is None)  # a GPU has memory of its own
         check(tmp_path, peer)
+
+
+def test_a_load_without_the_package_that_reads_its_prompts_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("specbranch.bench.scenario._LOAD_PACKAGE", "no_such_package")
+    with pytest.raises(ScenarioError, match="needs the package no_such_package: pip install no_such_package"):
+        check(tmp_path, 'speculative_config = { method = "ngram" }\n[served]\nrates = [1.0]')
 
 
 def test_the_engines_that_fit_are_counted_from_the_largest() -> None:

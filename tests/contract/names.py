@@ -87,6 +87,7 @@ CONTRACT: tuple[Term, ...] = (
     Names("vllm.platforms", ("current_platform",)),
     Members("vllm.platforms.interface", "Platform", ("is_cpu", "is_cuda", "has_device_capability")),
     Names(_SAMPLER, ("apply_top_k_top_p",)),
+    Arguments(_SAMPLER, "sample_recovered_tokens", ("draft_token_ids",)),
     Arguments(_SAMPLER, "expand_batch_to_tokens", ("x", "cu_num_tokens", "num_tokens", "replace_from", "replace_to")),
     # An engine in our process, and its workers.
     Strings("vllm", ("LLM", "SamplingParams")),

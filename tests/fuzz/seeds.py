@@ -112,7 +112,7 @@ def _planner() -> Iterator[bytes]:
 
 
 def _scenario() -> Iterator[bytes]:
-    for name in ("small", "served-flagship"):
+    for name in ("served-small", "served-flagship"):
         yield (ROOT / "benchmarks" / f"{name}.toml").read_bytes()
 
 

@@ -38,6 +38,7 @@ _CHAT = {"writing", "roleplay", "reasoning", "stem", "humanities", "extraction"}
 _Task = tuple[Callable[[_Row], bool], Callable[[_Row], str]]
 _WITH_DRAFT = ("draft_model", "eagle", "eagle3", "medusa", "mlp_speculator")  # methods of vLLM that need a draft
 _PACKAGES = {"suffix": ("arctic_inference", "pip install --no-build-isolation --no-deps arctic-inference==0.1.1")}
+_LOAD_PACKAGE = "pandas"  # of `vllm bench serve`, to read prompts; vLLM does not install it
 _CACHE_GB = 1.0  # KV cache of an engine of the benchmark, unless VLLM_CPU_KVCACHE_SPACE sets another size
 _GB = 1e9
 
@@ -320,7 +321,7 @@ def _spread(rows: list[_Row], count: int) -> list[_Row]:
 def check_methods(scenario: Scenario) -> None:
     """Raise `ScenarioError`, with cause and remedy, if this machine cannot run the scenario.
 
-    The causes are missing cores, a method that cannot run, and too little memory for engines on a CPU.
+    The causes are missing cores or packages, a method that cannot run, and too little memory for engines on a CPU.
     """
     allowed = os.sched_getaffinity(0)
     _check_cores("target_cores", scenario.target_cores, allowed)
@@ -335,6 +336,11 @@ def check_methods(scenario: Scenario) -> None:
                 settings.checked_settings(scenario.gamma)
         except SpecBranchError as error:
             raise ScenarioError(f"method {method.name!r}: {error}") from error
+    if scenario.served is not None and importlib.util.find_spec(_LOAD_PACKAGE) is None:
+        raise ScenarioError(
+            f"`vllm bench serve`, which sends the load, needs the package {_LOAD_PACKAGE}: "
+            f"pip install {_LOAD_PACKAGE}, or leave out [served]"
+        )
     if installed.runs_on_cpu():
         _check_memory(scenario)
 
