@@ -182,6 +182,7 @@ def measure_engine(case: Case, args: argparse.Namespace) -> Line:
     while samples[-1]["requests"] < args.requests:
         generate(engine.llm, chance)
         samples.append({"requests": samples[-1]["requests"] + SPAN, **memory()})
+        print(f"{case.variant}: {samples[-1]}", file=sys.stderr, flush=True)
     submitted, accepted = engine.draft_tokens() if settings is not None else (0, 0)
     found = {
         "samples": samples,
