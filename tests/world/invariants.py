@@ -10,6 +10,7 @@ from typing import Literal
 from specbranch.core.round import Stats
 from specbranch.service.client.client import DraftClient
 from specbranch.service.server.draft_session import DraftSession
+from specbranch.service.server.store import SessionStore
 from specbranch.service.wire.messages import StatsReply
 from specbranch.service.wire.payloads import Digest
 from tests.world.engine import VOCAB, target_token
@@ -39,9 +40,16 @@ class Invariants:
         self._calls: Counter[DraftClient] = Counter()
         self._begin()
 
-    def service_began(self, ledger: Ledger) -> None:
+    def service_began(self, ledger: Ledger, store: SessionStore) -> None:
         self._begin()
         self.ledger = ledger
+        retire = store._retire
+
+        def retired(session: DraftSession) -> None:
+            self._seen.setdefault(session, 0)  # some come and go between two looks at the whole service
+            retire(session)
+
+        store._retire = retired  # type: ignore[method-assign]
 
     def _begin(self) -> None:
         self._seen: dict[DraftSession, int] = {}  # every session there was, and how long its text was when it was read

@@ -151,8 +151,8 @@ class World:
         self.num_lives += 1
         self.say("the service starts")
         ledger = Ledger(self._leaked)
-        self.invariants.service_began(ledger)
         service = Service(self._schedule, self.clock, self._rng, self._disk, self.limits, self._network)
+        self.invariants.service_began(ledger, service.server.store)
         service.engine.faults = self._network.faults
         service.turned = lambda: self.invariants.check_turn(service, self.clock.now_s)
 
