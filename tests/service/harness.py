@@ -133,6 +133,28 @@ def running(service: Service) -> Iterator[Service]:
         service.stop()
 
 
+class IdleTransport:
+    """A transport over which nothing comes, and that may be derived from."""
+
+    def send(self, frame: bytes) -> bool:
+        return True
+
+    def receive(self, max_messages: int) -> list[list[bytes]]:
+        return []
+
+    def await_readable(self, timeout_s: float) -> bool:
+        return False
+
+    def await_writable(self, timeout_s: float) -> None:
+        pass
+
+    def reconnect(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
 class WatchedLink(ZmqTransport):
     """A socket that counts what a call does on it, and lists what it should not have done.
 

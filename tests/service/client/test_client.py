@@ -28,7 +28,16 @@ from specbranch.service.wire.messages import (
     decode_request,
     encode,
 )
-from tests.service.harness import PATIENCE_S, START_S, VOCAB, Walk, WatchedClient, proposed, scripted_service
+from tests.service.harness import (
+    PATIENCE_S,
+    START_S,
+    VOCAB,
+    IdleTransport,
+    Walk,
+    WatchedClient,
+    proposed,
+    scripted_service,
+)
 from tests.service.rogue import FOREIGN, rogue
 from tests.world.schedule import Clock
 
@@ -206,7 +215,7 @@ def test_a_forked_process_gets_nothing_at_once_and_leaves_its_parent_in_peace(tm
     assert done.stderr.decode().count("a forked process cannot use") == 2  # the client's and the stats_client's
 
 
-class ForgetfulLink:
+class ForgetfulLink(IdleTransport):
     """A way to a service that knows no text, however often it was sent. To send one takes a while."""
 
     def __init__(self, clock: Clock, open_s: float) -> None:
@@ -228,15 +237,6 @@ class ForgetfulLink:
 
     def await_readable(self, timeout_s: float) -> bool:
         raise AssertionError("the answer is here already")
-
-    def await_writable(self, timeout_s: float) -> None:
-        pass
-
-    def reconnect(self) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
 
 
 def forgotten_client(clock: Clock, open_s: float) -> DraftClient:

@@ -12,6 +12,7 @@ from specbranch.service.client.client import DraftClient
 from specbranch.service.client.interface import ClientOptions, SequenceUpdate
 from specbranch.service.server.tenants import Tenants
 from specbranch.service.wire.messages import MAX_STEP_US, StepRequest, StepRow, decode_request
+from tests.service.harness import IdleTransport
 from tests.world.schedule import Clock
 
 NAME = bytes(16)
@@ -82,28 +83,16 @@ def test_a_step_too_long_to_be_told_is_not_told() -> None:
     clock = Clock()
     sent: list[StepRequest] = []
 
-    class Nobody:
+    class Nobody(IdleTransport):
         def send(self, frame: bytes) -> bool:
             request = decode_request(frame)
             if isinstance(request, StepRequest):
                 sent.append(request)
             return True
 
-        def receive(self, max_messages: int) -> list[list[bytes]]:
-            return []
-
         def await_readable(self, timeout_s: float) -> bool:
             clock.leap(WAITED_S)
             return False
-
-        def await_writable(self, timeout_s: float) -> None:
-            pass
-
-        def reconnect(self) -> None:
-            pass
-
-        def close(self) -> None:
-            pass
 
     client = DraftClient(ClientOptions("nobody"), transport=Nobody(), clock=clock)
     for step_s in (None, 1.0 + WAITED_S, 1e-6 * MAX_STEP_US + 1.0):

@@ -39,7 +39,7 @@ from specbranch.service.wire.messages import (
     encode,
 )
 from tests.root import ROOT
-from tests.service.harness import PATIENCE_S, Service, running
+from tests.service.harness import PATIENCE_S, IdleTransport, Service, running
 from tests.service.server.test_lookup import Bench
 
 OLD: dict[str, Any] = json.loads((ROOT / "tests" / "service" / "wire" / f"frames-{OLDEST_VERSION}.json").read_text())
@@ -147,7 +147,7 @@ def test_once_agreed_an_error_is_one_of_the_service() -> None:
     assert not agreed.is_refusal(ErrorReply("no planner is called x"))
 
 
-class Kept:
+class Kept(IdleTransport):
     """A transport that keeps what is sent; nothing comes but `replies`."""
 
     def __init__(self) -> None:
@@ -161,18 +161,6 @@ class Kept:
     def receive(self, max_messages: int) -> list[list[bytes]]:
         found, self.replies = self.replies, []
         return found
-
-    def await_readable(self, timeout_s: float) -> bool:
-        return False
-
-    def await_writable(self, timeout_s: float) -> None:
-        pass
-
-    def reconnect(self) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
 
 
 def test_a_client_offers_both_versions_before_anything_else() -> None:
